@@ -1,0 +1,90 @@
+"""Control messages between the front process and a worker: one per engine step.
+
+Plain frozen values; ``transfer`` gives them a wire form. Front to worker:
+Submit, Abort, Stop. Worker to front: Hello (once), then one StepDone per step,
+and one whenever something ended without a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headwater.core.request import ModelInfo, Request, RequestId, SequenceOutput
+from headwater.core.tokenizer_source import TokenizerSource
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Stop ``index`` of the request, or all its choices. Unknown ids are ignored:
+    the request may just have finished."""
+
+    request_id: RequestId
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """End the process after the step in progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """A worker's queues and blocks after a step; everything a router or a metric needs."""
+
+    num_waiting: int
+    num_prefilling: int
+    num_decoding: int
+    num_free_blocks: int  # never used, or freed without a key
+    num_cached_blocks: int  # hold a reusable prefix, evictable
+    num_held_blocks: int
+    num_steps: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    num_hit_tokens: int
+    num_miss_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTiming:
+    """Seconds of one step by part; ``num_prefill_tokens + num_decode_tokens`` were computed."""
+
+    plan_s: float
+    forward_s: float
+    sample_s: float
+    apply_s: float
+    num_prefill_tokens: int
+    num_decode_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A worker's first message: what it serves and which protocol it speaks.
+
+    It carries the tokenizer, so that the front encodes with exactly the model
+    that the worker loaded, and needs neither the weights nor a tensor library.
+    """
+
+    protocol_version: int
+    worker_id: str
+    pid: int
+    info: ModelInfo
+    tokenizer: TokenizerSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    outputs: tuple[SequenceOutput, ...]
+    load: WorkerLoad
+    timing: StepTiming | None = None
+
+
+ToWorker = Submit | Abort | Stop
+FromWorker = Hello | StepDone

@@ -1,0 +1,106 @@
+"""What rooms need from each other, as protocols. ``app`` hands the parts in.
+
+One contract suite per port runs over every implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headwater.core.control import FromWorker, StepTiming, ToWorker, WorkerLoad
+from headwater.core.request import ModelInfo, Request, SequenceOutput
+from headwater.core.step import StepPlan, StepResult
+
+
+class Clock(Protocol):
+    """Monotonic seconds. Policies take one instead of reading the time."""
+
+    def now_s(self) -> float: ...
+
+
+class Engine(Protocol):
+    """One device, one step. Needed by ``worker``, provided by ``engine``."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute ``plan``; results in the plan's order. Raises EngineFault; then the
+        KV of the plan's rows from ``row.start`` on is undefined, everything else is intact."""
+        ...
+
+
+class WorkerPort(Protocol):
+    """The worker's end of its channel to the front."""
+
+    def receive(self, timeout_s: float) -> Sequence[ToWorker]:
+        """All messages that are there; waits up to ``timeout_s`` for the first. 0 never waits."""
+        ...
+
+    def send(self, message: FromWorker) -> None:
+        """Never blocks for long: the front drains as fast as it can."""
+        ...
+
+
+class WorkerChannel(Protocol):
+    """The front's end of the channel to one worker."""
+
+    async def send(self, message: ToWorker) -> None:
+        """Raises WorkerLost when the worker is gone."""
+        ...
+
+    def messages(self) -> AsyncIterator[FromWorker]:
+        """Messages in order; raises WorkerLost at once when the worker dies. One reader."""
+        ...
+
+    async def close(self) -> None:
+        """End the worker and release the channel; safe to call twice."""
+        ...
+
+
+class WorkerLauncher(Protocol):
+    """Starts workers for ``router``: local processes, threads in tests, a cluster later."""
+
+    async def launch(self) -> WorkerChannel:
+        """A channel to a fresh worker, whose first message will be Hello.
+
+        Raises WorkerLost when none could be started."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """``ready`` is the truth about taking a request now; ``reason`` says why not."""
+
+    ready: bool
+    reason: str
+    num_in_flight: int  # requests accepted and not finished
+    num_worker_restarts: int
+    load: WorkerLoad | None
+    last_timing: StepTiming | None
+
+
+class Generator(Protocol):
+    """Where ``api`` sends requests; provided by ``router``."""
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """What is served; None until a worker said Hello."""
+        ...
+
+    def status(self) -> ServiceStatus: ...
+
+    def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        """Outputs of all choices as they are committed, ending after the last finish.
+
+        Raises Overloaded, NotReady or PromptTooLong at the first ``anext``,
+        before any work; WorkerLost if the worker dies under it. Closing the
+        iterator (``aclose``) aborts whatever has not finished.
+        """
+        ...
+
+    async def abort_choice(self, request: Request, index: int) -> None:
+        """End one choice early (its stop string was seen); the others go on."""
+        ...
