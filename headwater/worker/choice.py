@@ -184,11 +184,10 @@ class Choice:
 
 def check_result(row: StepRow, result: RowResult) -> None:
     """Raises EngineFault unless ``result`` is an answer to ``row``."""
-    if (
-        result.sequence_id != row.sequence_id
-        or (result.token is None) != (row.sample is None)
-        or len(result.prompt_logprobs) != len(row.next_tokens)
-    ):
+    is_whole = (result.token is None) == (row.sample is None) and len(
+        result.prompt_logprobs
+    ) == len(row.next_tokens)
+    if result.sequence_id != row.sequence_id or not (is_whole or result.error):
         raise EngineFault(
             f"the engine's result for sequence {result.sequence_id} does not answer "
             f"the row of sequence {row.sequence_id}"

@@ -122,6 +122,7 @@ class WorkerLoop:
             log.error("step of %d rows failed: %s", len(plan.rows), error)
             outputs.extend(self._scheduler.fail(plan, error))
             return None
+        # A one-token tail of a prompt counts as decode: it costs what a decode row costs.
         num_decode_tokens = sum(1 for row in plan.rows if len(row.tokens) == 1)
         return StepTiming(
             plan_s=planned_s - start_s,

@@ -290,6 +290,9 @@ class Scheduler:
 
     def _apply_row(self, choice: Choice, row: StepRow, result: RowResult) -> SequenceOutput | None:
         sequence = choice.sequence
+        if result.error is not None:  # before anything of it is published
+            reason = FinishReason.ABORTED if choice.abort_asked else FinishReason.FAILED
+            return self._finish(choice, reason, error=result.error)
         if isinstance(sequence.state, Prefilling):
             sequence.advance(Computed(row.end))
             choice.keep_prompt_scores(row, result)

@@ -16,7 +16,7 @@ from worker_scripted_engine import (
 
 from headwater.core.errors import EngineFault, InvalidChange
 from headwater.core.request import FinishReason, RequestId, SampledToken
-from headwater.core.step import StepResult
+from headwater.core.step import RowResult, StepResult
 
 TOKENS = list(range(10))
 
@@ -131,6 +131,21 @@ def test_a_result_that_does_not_answer_the_plan_changes_nothing_and_can_be_faile
     driver.collect(driver.scheduler.fail(plan, EngineFault("wrong rows")))
     assert set(driver.finishes) == {("a", 0), ("b", 0)}
     driver.run()
+
+
+def test_a_row_without_usable_logits_fails_alone_and_its_blocks_are_never_hit() -> None:
+    driver = Driver(make_scheduler())
+    driver.submit(make_request("a", TOKENS, 5), make_request("b", range(20, 30), 5))
+    plan = driver.scheduler.plan()
+    assert plan is not None
+    rows = list(driver.engine.run(plan).rows)
+    rows[0] = RowResult(rows[0].sequence_id, error="not a number")
+    driver.collect(driver.scheduler.apply(plan, StepResult(tuple(rows))))
+    assert driver.finishes["a", 0].error == "not a number"
+    driver.submit(make_request("again", TOKENS, 1))
+    driver.run()
+    assert driver.prompts["again", 0].num_hit_tokens == 0
+    assert driver.ids["b", 0] == expected_ids(range(20, 30), 5)
 
 
 def test_steps_are_planned_and_applied_one_at_a_time() -> None:
