@@ -1,0 +1,71 @@
+"""A loaded model and some memory become an engine.
+
+Asks how much memory is free, plans and allocates KV, and writes down what is
+served. Called by ``app`` once per worker process, after ``model.load``.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from headwater.core.errors import ConfigError
+from headwater.core.ports import Clock
+from headwater.core.request import ModelInfo
+from headwater.engine.kv_cache import allocate_kv, kv_bytes_per_token
+from headwater.engine.kv_plan import KVLimits, plan_kv
+from headwater.engine.memory import available_bytes
+from headwater.engine.runner import ModelEngine
+from headwater.model.load import LoadedModel
+from headwater.numerics.ops import KVFormat, Ops, WeightFormat
+
+log = logging.getLogger("headwater.engine")
+
+
+def build_engine(
+    loaded: LoadedModel,
+    *,
+    ops: Ops,
+    weight_format: WeightFormat,
+    kv_format: KVFormat,
+    limits: KVLimits,
+    clock: Clock,
+    served_name: str | None = None,
+    free_bytes: int | None = None,
+) -> ModelEngine:
+    """``ops`` and ``weight_format`` are those that ``loaded`` was loaded with.
+
+    ``served_name`` is what callers call the model, its own name if None.
+    ``free_bytes`` stands in for the device's free memory. Raises ConfigError
+    when the KV that ``limits`` ask for does not fit.
+    """
+    cache_plan = loaded.model.cache_plan
+    bytes_per_token = kv_bytes_per_token(ops, cache_plan, kv_format)
+    plan = plan_kv(
+        limits,
+        bytes_per_token=bytes_per_token,
+        model_context_tokens=loaded.config.context_tokens,
+        available_bytes=available_bytes(ops.device) if free_bytes is None else free_bytes,
+    )
+    log.info("kv: %s", plan.reason)
+    try:
+        kv = allocate_kv(ops, plan, cache_plan, kv_format)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"cannot allocate {plan.kv_bytes} bytes of KV ({plan.reason}); lower engine.kv_bytes"
+        ) from error
+    info = ModelInfo(
+        model_id=served_name or loaded.model_id,
+        family=loaded.config.family,
+        fingerprint=loaded.fingerprint,
+        vocab_size=loaded.config.vocab_size,
+        context_tokens=plan.context_tokens,
+        block_tokens=plan.block_tokens,
+        num_blocks=plan.num_blocks,
+        kv_bytes_per_token=bytes_per_token,
+        weights_format=weight_format.value,
+        weights_bytes=loaded.weights_bytes,
+        numerics=ops.name,
+        device=str(ops.device),
+        kernels=ops.kernels(),
+    )
+    return ModelEngine(model=loaded.model, kv=kv, info=info, device=ops.device, clock=clock)

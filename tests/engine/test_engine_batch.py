@@ -1,0 +1,118 @@
+"""Batch tensors beside a token-by-token loop, and plans that must not reach a kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.core.blocks import BlockId, blocks_for
+from headwater.core.errors import EngineFault
+from headwater.core.step import SequenceId, StepPlan, StepRow
+from headwater.engine.batch import BatchBuilder
+
+BLOCK_TOKENS = 4
+
+
+def builder(num_blocks: int = 200) -> BatchBuilder:
+    return BatchBuilder(
+        block_tokens=BLOCK_TOKENS,
+        num_blocks=num_blocks,
+        context_tokens=100,
+        vocab_size=50,
+        device=torch.device("cpu"),
+    )
+
+
+def row(sequence_id: int, start: int, tokens: tuple[int, ...], table: tuple[int, ...]) -> StepRow:
+    return StepRow(
+        sequence_id=SequenceId(sequence_id),
+        start=start,
+        tokens=tokens,
+        block_table=tuple(BlockId(block) for block in table),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    rows = []
+    for sequence_id in range(draw(st.integers(1, 6))):
+        start = draw(st.integers(0, 40))
+        tokens = tuple(draw(st.lists(st.integers(0, 49), min_size=1, max_size=20)))
+        num_blocks = blocks_for(start + len(tokens), BLOCK_TOKENS) + draw(st.integers(0, 3))
+        table = tuple(draw(st.permutations(range(30)))[:num_blocks])
+        rows.append(row(sequence_id, start, tokens, table))
+    return StepPlan(tuple(rows))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.lists(plans(), min_size=1, max_size=3))
+def test_tensors_are_what_a_loop_over_tokens_gives(steps: list[StepPlan]) -> None:
+    built_by_one = builder()
+    for plan in steps:
+        built = built_by_one.build(plan)
+        ids, positions, slots, starts = [], [], [], [0]
+        for r in plan.rows:
+            for i, token in enumerate(r.tokens):
+                position = r.start + i
+                block = r.block_table[position // BLOCK_TOKENS]
+                ids.append(token)
+                positions.append(position)
+                slots.append(block * BLOCK_TOKENS + position % BLOCK_TOKENS)
+            starts.append(len(ids))
+        width = max(blocks_for(r.end, BLOCK_TOKENS) for r in plan.rows)
+        tables = []
+        for r in plan.rows:
+            used = list(r.block_table[: blocks_for(r.end, BLOCK_TOKENS)])
+            tables.append(used + [0] * (width - len(used)))
+        batch = built.batch
+        assert built.ids.tolist() == ids
+        assert batch.positions.tolist() == positions
+        assert batch.slots.tolist() == slots
+        assert batch.row_starts.tolist() == starts
+        assert batch.context_lens.tolist() == [r.end for r in plan.rows]
+        assert batch.block_tables.tolist() == tables
+        assert batch.max_row_tokens == max(len(r.tokens) for r in plan.rows)
+        assert batch.max_context == max(r.end for r in plan.rows)
+
+
+def test_dtypes_are_the_kernel_ports() -> None:
+    built = builder().build(StepPlan((row(1, 0, (1, 2), (3,)),)))
+    batch = built.batch
+    assert built.ids.dtype == batch.slots.dtype == torch.int64
+    for tensor in (batch.row_starts, batch.context_lens, batch.block_tables, batch.positions):
+        assert tensor.dtype == torch.int32
+
+
+def test_a_table_that_grew_or_changed_is_read_again() -> None:
+    batches = builder()
+    first = batches.build(StepPlan((row(1, 3, (1,), (7,)),)))
+    assert first.batch.block_tables.tolist() == [[7]]
+    grown = batches.build(StepPlan((row(1, 4, (1,), (7, 9)),)))
+    assert grown.batch.block_tables.tolist() == [[7, 9]]
+    # Preempted and admitted again under the same id, elsewhere.
+    moved = batches.build(StepPlan((row(1, 4, (1,), (2, 3)),)))
+    assert moved.batch.slots.tolist() == [3 * BLOCK_TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ((), "at least one row"),
+        ((row(1, 0, (), (1,)),), "at least one token"),
+        ((row(1, 0, (50,), (1,)),), "vocabulary of 50"),
+        ((row(1, 0, (-1,), (1,)),), "vocabulary of 50"),
+        ((row(1, 3, (1, 1), (1,)),), "do not cover"),
+        ((row(1, 0, (1,), ()),), "do not cover"),
+        ((row(1, 0, (1,), (200,)),), "outside the 200 blocks"),
+        ((row(1, 0, (1,), (-1,)),), "outside the 200 blocks"),
+        ((row(1, 100, (1,), tuple(range(30))),), "context of 100"),
+        ((row(1, -1, (1,), (1,)),), "context of 100"),
+    ],
+)
+def test_a_plan_that_would_touch_foreign_memory_is_a_fault(
+    bad: tuple[StepRow, ...], message: str
+) -> None:
+    with pytest.raises(EngineFault, match=message):
+        builder().build(StepPlan(bad))
