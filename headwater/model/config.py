@@ -1,0 +1,149 @@
+"""A model's shape and arithmetic as one frozen value, whatever file it came from.
+
+``hf_config`` and ``gguf_config`` fill it; a family builds the forward pass from
+it. It says nothing about where the weights lie or how they are stored.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from headwater.core.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class NoScaling:
+    """Plain rotary embedding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScaling:
+    """NTK-aware base change for contexts beyond ``original_context_tokens``."""
+
+    factor: float
+    original_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): slow frequencies interpolated, fast ones kept, a ramp between.
+
+    ``attention_factor`` multiplies cos and sin, so attention logits by its square.
+    """
+
+    factor: float
+    original_context_tokens: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # round the ramp's ends to whole dimensions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1: long wavelengths divided by ``factor``, short ones kept, smooth between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivisorScaling:
+    """Each frequency divided by its own number: GGUF's form of Llama 3.1 scaling."""
+
+    divisors: tuple[float, ...]
+
+
+RopeScaling = (
+    NoScaling | LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | DivisorScaling
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One dense decoder. Raises ModelError when the shapes contradict each other."""
+
+    family: str
+    architecture: str  # as the file names it
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    vocab_size: int
+    rms_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    qkv_bias: bool
+    output_bias: bool  # of the attention's output projection
+    mlp_bias: bool
+    qk_norm: bool  # RMS norm over each query and key head before rotation
+    tied_head: bool  # the output head is the embedding table
+    context_tokens: int  # served context: prompt and output together
+    bos_token_id: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"{self.architecture}: {self.num_heads} attention heads cannot share "
+                f"{self.num_kv_heads} key/value heads evenly"
+            )
+        if self.head_dim % 2 or self.head_dim < 4:
+            raise ModelError(
+                f"{self.architecture}: head_dim = {self.head_dim} is not supported; "
+                "rotary embedding needs an even number of at least 4"
+            )
+        scaling = self.rope_scaling
+        if isinstance(scaling, DivisorScaling) and len(scaling.divisors) != self.head_dim // 2:
+            raise ModelError(
+                f"{self.architecture}: {len(scaling.divisors)} rotary divisors for head_dim = "
+                f"{self.head_dim}; expected {self.head_dim // 2}"
+            )
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def arithmetic_json(self) -> str:
+        """What the forward pass depends on, as canonical JSON, for the fingerprint.
+
+        Ids that end a text and the served context are left out: KV does not
+        depend on them. The rotary table, which may depend on the context, is
+        hashed beside this.
+        """
+        values = asdict(self)
+        for name in ("bos_token_id", "eos_token_ids", "context_tokens"):
+            del values[name]
+        values["rope_scaling"]["kind"] = type(self.rope_scaling).__name__
+        return json.dumps(values, sort_keys=True)
+
+
+def longest_context_tokens(max_position_tokens: int, scaling: RopeScaling) -> int:
+    """The context a model can be served with.
+
+    YaRN and dynamic scaling extend an original length by their factor. Files
+    with linear, llama3 or divisor scaling already state the extended length.
+    """
+    match scaling:
+        case DynamicScaling(factor=factor, original_context_tokens=original):
+            return int(original * factor)
+        case YarnScaling(factor=factor, original_context_tokens=original):
+            return int(original * factor)
+        case _:
+            return max_position_tokens
