@@ -1,0 +1,12 @@
+"""The door: HTTP routes, streams, errors, keys and the metrics page.
+
+Turns a caller's JSON into core Requests (through ``recipe``), hands them to the
+Generator port and turns what comes back into the caller's dialect. Knows no
+scheduler, no block and no tensor. Files directly in this folder are the same
+for every dialect; ``openai/`` holds what is OpenAI's.
+"""
+
+from headwater.api.app import create_app
+from headwater.api.config import ApiConfig, ApiKey
+
+__all__ = ["ApiConfig", "ApiKey", "create_app"]

@@ -1,0 +1,218 @@
+"""One POST that generates, from its first body byte to its last answer byte.
+
+    seat -> read body -> parse + tokenise (thread) -> start -> stream or whole
+
+The same for every dialect; a :class:`Dialect` parses bodies and words answers.
+Up to ``start`` every refusal is a real status; the caller's leaving ends the
+work at any point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headwater.api.admission import Ask, Entropy, build_requests
+from headwater.api.body import read_json_body
+from headwater.api.config import ApiConfig
+from headwater.api.failure import ClientGone, Failure, failure_of, log_failure
+from headwater.api.generation import Generation
+from headwater.api.guard import TENANT
+from headwater.api.metrics import Metrics
+from headwater.api.observe import RECORD, CallRecord
+from headwater.api.stream import send_json, send_stream, unless_gone
+from headwater.core.errors import HeadwaterError, NotReady, Overloaded, PromptTooLong
+from headwater.core.ports import Clock, Generator
+from headwater.core.request import ModelInfo, Request
+from headwater.recipe.output import OutputStream
+
+NUM_PARSE_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFacts:
+    """What a dialect's answer says besides its content."""
+
+    call_id: str
+    created_s: int  # Unix time
+    info: ModelInfo
+
+
+class ParsedCall(Protocol):
+    """One body, understood. Made by a dialect; both answers come from the same events."""
+
+    @property
+    def ask(self) -> Ask: ...
+
+    @property
+    def stream(self) -> bool: ...
+
+    def open_output(self, position: int) -> OutputStream:
+        """The text side of one choice of prompt ``position``."""
+        ...
+
+    def frames(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """The whole event stream, its end mark included."""
+        ...
+
+    async def whole(self, generation: Generation) -> bytes:
+        """The JSON answer."""
+        ...
+
+
+class Dialect(Protocol):
+    """How one route speaks. Stateless; ``parse`` runs in a thread."""
+
+    @property
+    def id_prefix(self) -> str: ...
+
+    def parse(self, body: bytes, facts: CallFacts) -> ParsedCall:
+        """Raises InvalidRequest or Refused."""
+        ...
+
+    def error_response(self, failure: Failure) -> Response: ...
+
+    def error_frame(self, failure: Failure) -> bytes: ...
+
+
+@dataclass(slots=True)
+class Door:
+    """What every call needs, and how many are inside."""
+
+    generator: Generator
+    end_token_ids: frozenset[int]
+    config: ApiConfig
+    metrics: Metrics
+    clock: Clock
+    unix_time_s: Callable[[], float]
+    entropy: Entropy = os.urandom
+    num_open_calls: int = 0
+    # A few threads: a flood of long prompts queues here, and health goes on answering.
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(NUM_PARSE_THREADS, "headwater-parse")
+    )
+
+    @contextlib.contextmanager
+    def seat(self) -> Iterator[None]:
+        """A place inside. Raises Overloaded when all are taken."""
+        if self.num_open_calls >= self.config.max_open_calls:
+            raise Overloaded(
+                f"{self.config.max_open_calls} calls are being answered; try again soon",
+                retry_after_s=1.0,
+            )
+        self.num_open_calls += 1
+        try:
+            yield
+        finally:
+            self.num_open_calls -= 1
+
+    def info(self) -> ModelInfo:
+        """Raises NotReady until a worker has said what it serves."""
+        info = self.generator.info
+        if info is None:
+            raise NotReady(f"no model is loaded yet ({self.generator.status().reason})")
+        return info
+
+    def facts(self, id_prefix: str) -> CallFacts:
+        """Raises NotReady, as :meth:`info`."""
+        return CallFacts(
+            call_id=id_prefix + self.entropy(16).hex(),
+            created_s=int(self.unix_time_s()),
+            info=self.info(),
+        )
+
+    async def prepare(
+        self, dialect: Dialect, body: bytes, facts: CallFacts, tenant: str
+    ) -> tuple[ParsedCall, tuple[Request, ...]]:
+        """Parse, check and tokenise off the event loop."""
+
+        def work() -> tuple[ParsedCall, tuple[Request, ...]]:
+            call = dialect.parse(body, facts)
+            requests = build_requests(
+                call.ask,
+                facts.info,
+                self.end_token_ids,
+                call_id=facts.call_id,
+                tenant=tenant,
+                entropy=self.entropy,
+            )
+            return call, requests
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class CallRoute:
+    """The ASGI endpoint of one dialect's route."""
+
+    def __init__(self, door: Door, dialect: Dialect) -> None:
+        self._door = door
+        self._dialect = dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record: CallRecord = scope[RECORD]
+        try:
+            with self._door.seat():
+                facts = self._door.facts(self._dialect.id_prefix)
+                record.call_id = facts.call_id
+                body = await read_json_body(
+                    HttpRequest(scope, receive),
+                    max_bytes=self._door.config.max_body_bytes,
+                    timeout_s=self._door.config.body_timeout_s,
+                )
+                work = self._answer(body, facts, record, scope[TENANT], send)
+                del body  # may be large, and the call long
+                await unless_gone(receive, work)
+        except ClientGone:
+            raise
+        except HeadwaterError as error:
+            if record.status:  # headers are out; the stream has said it
+                raise
+            log_failure(error, record.call_id)
+            answer = self._dialect.error_response(failure_of(error))
+            await answer(scope, receive, send)
+
+    async def _answer(
+        self, body: bytes, facts: CallFacts, record: CallRecord, tenant: str, send: Send
+    ) -> None:
+        door = self._door
+        call, requests = await door.prepare(self._dialect, body, facts, tenant)
+        del body
+        generation = Generation(
+            door.generator,
+            requests,
+            call.open_output,
+            metrics=door.metrics,
+            clock=door.clock,
+            record=record,
+        )
+        try:
+            await generation.start(door.config.refusal_wait_s)
+            if call.stream:
+                await send_stream(
+                    send,
+                    call.frames(generation),
+                    keepalive_s=door.config.keepalive_s,
+                    error_frame=self._dialect.error_frame,
+                    call_id=facts.call_id,
+                )
+            else:
+                answer = await call.whole(generation)
+                await send_json(send, answer, headers=(("x-request-id", facts.call_id),))
+        except PromptTooLong as error:  # the router does not know what the field is called
+            raise PromptTooLong(
+                error.num_prompt_tokens, error.limit_tokens, param=call.ask.prompt_param
+            ) from None
+        finally:
+            await generation.aclose()
