@@ -144,7 +144,7 @@ class _StatusCollector(Collector):
             build.add_metric((__version__, info.model_id, info.weights_format, info.device), 1)
         yield build
         yield from _load_metrics(status.load)
-        yield _timing_metric(status.last_timing)
+        yield from _timing_metrics(status.step_totals)
 
 
 def _load_metrics(load: WorkerLoad | None) -> Iterator[Metric]:
@@ -176,13 +176,21 @@ def _load_metrics(load: WorkerLoad | None) -> Iterator[Metric]:
     yield from (sequences, blocks, steps, preemptions, recomputed)
 
 
-def _timing_metric(timing: StepTiming | None) -> Metric:
-    seconds = GaugeMetricFamily(
-        "headwater_last_step_seconds", "Seconds of the newest step, by part.", labels=("part",)
+def _timing_metrics(totals: StepTiming) -> Iterator[Metric]:
+    seconds = CounterMetricFamily(
+        "headwater_step_seconds_total",
+        "Seconds that engine steps took, by part.",
+        labels=("part",),
     )
-    if timing is not None:
-        seconds.add_metric(("plan",), timing.plan_s)
-        seconds.add_metric(("forward",), timing.forward_s)
-        seconds.add_metric(("sample",), timing.sample_s)
-        seconds.add_metric(("apply",), timing.apply_s)
-    return seconds
+    seconds.add_metric(("plan",), totals.plan_s)
+    seconds.add_metric(("forward",), totals.forward_s)
+    seconds.add_metric(("sample",), totals.sample_s)
+    seconds.add_metric(("apply",), totals.apply_s)
+    tokens = CounterMetricFamily(
+        "headwater_step_tokens_total",
+        "Tokens that engine steps computed, recomputed ones included, by phase.",
+        labels=("phase",),
+    )
+    tokens.add_metric(("prefill",), totals.num_prefill_tokens)
+    tokens.add_metric(("decode",), totals.num_decode_tokens)
+    yield from (seconds, tokens)

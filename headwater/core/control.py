@@ -63,6 +63,22 @@ class StepTiming:
     num_prefill_tokens: int
     num_decode_tokens: int
 
+    def __add__(self, other: StepTiming) -> StepTiming:
+        """The timing of both, for totals."""
+        return StepTiming(
+            plan_s=self.plan_s + other.plan_s,
+            forward_s=self.forward_s + other.forward_s,
+            sample_s=self.sample_s + other.sample_s,
+            apply_s=self.apply_s + other.apply_s,
+            num_prefill_tokens=self.num_prefill_tokens + other.num_prefill_tokens,
+            num_decode_tokens=self.num_decode_tokens + other.num_decode_tokens,
+        )
+
+
+NO_TIME = StepTiming(
+    plan_s=0.0, forward_s=0.0, sample_s=0.0, apply_s=0.0, num_prefill_tokens=0, num_decode_tokens=0
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:

@@ -79,7 +79,7 @@ class ServiceStatus:
     num_in_flight: int  # requests accepted and not finished
     num_worker_restarts: int
     load: WorkerLoad | None
-    last_timing: StepTiming | None
+    step_totals: StepTiming  # of all steps since the front started
 
 
 class Generator(Protocol):
@@ -95,8 +95,8 @@ class Generator(Protocol):
     def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         """Outputs of all choices as they are committed, ending after the last finish.
 
-        Raises Overloaded, NotReady or PromptTooLong at the first ``anext``,
-        before any work; WorkerLost if the worker dies under it. Closing the
+        Raises Overloaded, NotReady or PromptTooLong at the first ``anext``, at once:
+        a refusal never waits for work. Raises WorkerLost if the worker dies under it. Closing the
         iterator (``aclose``) aborts whatever has not finished.
         """
         ...

@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from headwater.core.control import (
+    NO_TIME,
     PROTOCOL_VERSION,
     Abort,
+    FromWorker,
     Hello,
     StepDone,
-    StepTiming,
     Submit,
     WorkerLoad,
 )
@@ -49,6 +50,7 @@ log = logging.getLogger("headwater.router")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     limits: AdmissionLimits = field(default_factory=AdmissionLimits)
+    start_limit_s: float = 600.0  # from launch to Hello; over it the worker is given up
     stuck_after_s: float = 30.0  # pending work without a step for so long: not ready
     backoff_first_s: float = 0.5
     backoff_max_s: float = 30.0
@@ -81,7 +83,7 @@ class Router:
         self._reason = "starting: the worker is loading the model"
         self._num_restarts = 0
         self._load: WorkerLoad | None = None
-        self._timing: StepTiming | None = None
+        self._step_totals = NO_TIME
         self._last_progress_s = clock.now_s()
 
     # ------------------------------------------------------------ what api sees
@@ -107,7 +109,7 @@ class Router:
             num_in_flight=len(self._calls),
             num_worker_restarts=self._num_restarts,
             load=self._load,
-            last_timing=self._timing,
+            step_totals=self._step_totals,
         )
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
@@ -178,11 +180,11 @@ class Router:
             channel: WorkerChannel | None = None
             try:
                 channel = await self._launcher.launch()
-                async for message in channel.messages():
-                    if isinstance(message, Hello):
-                        self._welcome(channel, message)
-                        backoff_s = self._config.backoff_first_s
-                    else:
+                messages = channel.messages()
+                self._welcome(channel, await self._first_word(messages))
+                backoff_s = self._config.backoff_first_s
+                async for message in messages:
+                    if isinstance(message, StepDone):
                         self._dispatch(message)
             except HeadwaterError as error:
                 self._down(error)
@@ -196,6 +198,20 @@ class Router:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, self._config.backoff_max_s)
             self._num_restarts += 1
+
+    async def _first_word(self, messages: AsyncIterator[FromWorker]) -> Hello:
+        limit_s = self._config.start_limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                message = await anext(messages)
+        except TimeoutError:
+            raise WorkerLost(
+                f"the worker did not load its model within {limit_s:.0f} s; "
+                "raise worker.start_timeout_s if it needs longer"
+            ) from None
+        if not isinstance(message, Hello):
+            raise WorkerLost("the worker did not say Hello first; start both from one installation")
+        return message
 
     def _welcome(self, channel: WorkerChannel, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -218,7 +234,7 @@ class Router:
         self._last_progress_s = self._clock.now_s()
         self._load = message.load
         if message.timing is not None:
-            self._timing = message.timing
+            self._step_totals += message.timing
         for output in message.outputs:
             call = self._calls.get(output.request_id)
             if call is None:  # its caller has left; the abort is on its way

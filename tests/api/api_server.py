@@ -207,7 +207,7 @@ class ScriptedGenerator:
             num_in_flight=len(self.running),
             num_worker_restarts=2,
             load=LOAD,
-            last_timing=TIMING,
+            step_totals=TIMING,
         )
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:

@@ -304,3 +304,11 @@ async def test_d06_a_worker_of_another_version_is_refused_with_both_versions_nam
         await asyncio.wait_for(router.run(), 1.0)
     assert launcher.channels[0].closed
     assert not router.status().ready
+
+
+async def test_a_worker_that_never_says_hello_is_given_up_with_the_setting_named() -> None:
+    launcher = ScriptedLauncher(lambda channel: None)
+    router = Router(launcher, RouterConfig(start_limit_s=0.02), ManualClock())
+    with pytest.raises(WorkerLost, match=r"worker\.start_timeout_s"):
+        await asyncio.wait_for(router.run(), 1.0)
+    assert launcher.channels[0].closed
