@@ -76,6 +76,8 @@ class WorkerLoop:
 
     def run(self) -> None:
         self._port.send(self._hello)
+        # The front's gauges then show the pool before the first request.
+        self._port.send(StepDone(outputs=(), load=self._scheduler.load()))
         while not self._stopping() and self._turn():
             pass
 

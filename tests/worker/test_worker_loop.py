@@ -127,7 +127,8 @@ class ScriptedPort:
         self.sent.append(message)
 
     def steps(self) -> list[StepDone]:
-        return [message for message in self.sent if isinstance(message, StepDone)]
+        """All but the one that opens the conversation."""
+        return [message for message in self.sent[2:] if isinstance(message, StepDone)]
 
 
 class StepClock:
@@ -153,11 +154,12 @@ def run(
     ).run()
 
 
-def test_the_first_word_says_what_is_served() -> None:
+def test_the_first_words_say_what_is_served_and_what_is_free() -> None:
     port = ScriptedPort()
     run(port)
     assert isinstance(port.sent[0], Hello)
     assert port.sent[0].info == INFO
+    assert port.sent[1] == StepDone(outputs=(), load=LOAD)
 
 
 def test_one_message_per_step_with_its_timing_by_part() -> None:
