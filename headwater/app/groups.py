@@ -1,0 +1,199 @@
+"""The settings themselves: groups of names, types, defaults, bounds and help.
+
+Values only: nothing here reads a flag, the environment or a file (``settings``
+does) and nothing knows which room a value goes to (``launch`` does). To add a
+setting, add a field: its flag, environment name, file key and line in
+``docs/settings.md`` follow, and a test fails until that page is written anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from headwater.app.options import Option
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """The HTTP door."""
+
+    host: Annotated[
+        str, Option(help="Address to listen on. Anything but loopback needs an API key.")
+    ] = "127.0.0.1"
+    port: Annotated[int, Option(help="TCP port; 0 takes a free one.", low=0, high=65535)] = 8000
+    api_key: Annotated[
+        tuple[str, ...],
+        Option(
+            help="Keys that callers may use (flag: repeat it; environment: comma-separated). "
+            "Others can read flags in a process list: prefer api_key_file.",
+            secret=True,
+        ),
+    ] = ()
+    api_key_file: Annotated[
+        Path | None, Option(help="File with one API key a line; # starts a comment line.")
+    ] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Option(
+            help="Host names accepted in the Host header while no key is set, besides loopback "
+            "names. Keeps web pages from reaching a local server by DNS rebinding."
+        ),
+    ] = ()
+    max_body_bytes: Annotated[
+        int, Option(help="Largest request body; over it: 413.", low=1024, high=2**31)
+    ] = 32 * MIB
+    strict: Annotated[
+        bool,
+        Option(
+            help="Refuse request fields that Headwater does not know, instead of ignoring them."
+        ),
+    ] = False
+    keepalive_s: Annotated[
+        float,
+        Option(
+            help="A stream that has been silent this long sends a comment line, so that "
+            "clients and proxies do not close it during a long prefill.",
+            low=0.1,
+            high=3600,
+        ),
+    ] = 3.0
+    idle_connection_s: Annotated[
+        int,
+        Option(
+            help="An HTTP connection without a request is closed after this.", low=1, high=86400
+        ),
+    ] = 75
+    drain_s: Annotated[
+        float,
+        Option(help="At shutdown, running requests may go on this long.", low=0, high=86400),
+    ] = 30.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Option(help="Prompts, outputs and keys are in no log at any level."),
+    ] = "info"
+    access_log: Annotated[
+        bool, Option(help="One line per HTTP request: method, path, status, seconds.")
+    ] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """What is served, and in which number formats."""
+
+    model: Annotated[
+        str,
+        Option(
+            help="A catalogue name, a folder with safetensors, a .gguf file, or a hub id. "
+            "smollm2 comes from an installed package and needs no download."
+        ),
+    ] = "smollm2"
+    served_name: Annotated[
+        str | None,
+        Option(help="Name that callers use for the model.", none_means="the model's own name"),
+    ] = None
+    weights: Annotated[
+        Literal["auto", "fp32", "bf16", "int8"],
+        Option(
+            help="How linear weights are kept in memory; auto: bf16, or fp32 with reference "
+            "numerics. On a CPU, fp32 needs reference numerics."
+        ),
+    ] = "auto"
+    kv: Annotated[
+        Literal["auto", "fp32", "bf16"],
+        Option(help="How KV is kept in memory; auto: bf16, or fp32 with reference numerics."),
+    ] = "auto"
+    numerics: Annotated[
+        Literal["fast", "reference"],
+        Option(help="fast: the quickest kernels here. reference: plain fp32, to compare with."),
+    ] = "fast"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Option(help="auto: a CUDA device if there is one.")
+    ] = "auto"
+    context_tokens: Annotated[
+        int | None,
+        Option(
+            help="Longest prompt + output; may not exceed the model's own.",
+            low=16,
+            none_means="the model's own",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """One worker's memory and step sizes."""
+
+    threads: Annotated[
+        int | None,
+        Option(help="CPU threads of a worker.", low=1, high=1024, none_means="all usable cores"),
+    ] = None
+    block_tokens: Annotated[
+        int, Option(help="Tokens in a KV block, a power of two.", low=8, high=512)
+    ] = 32
+    kv_bytes: Annotated[
+        int | None,
+        Option(
+            help="Memory for KV, in bytes or as 2GiB. Not together with num_blocks.",
+            low=MIB,
+            none_means="planned from free memory",
+        ),
+    ] = None
+    num_blocks: Annotated[
+        int | None,
+        Option(help="KV blocks. Not together with kv_bytes.", low=2, none_means="from kv_bytes"),
+    ] = None
+    max_running: Annotated[
+        int, Option(help="Sequences that hold blocks at once.", low=1, high=65536)
+    ] = 64
+    max_step_tokens: Annotated[
+        int, Option(help="Tokens computed in one step, prefill and decode.", low=16, high=2**20)
+    ] = 2048
+    max_mixed_prefill_tokens: Annotated[
+        int,
+        Option(
+            help="Prefill tokens in a step that also decodes: more speeds prefill up and slows "
+            "the running streams.",
+            low=1,
+            high=2**20,
+        ),
+    ] = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """Admission, and what counts as stuck."""
+
+    max_waiting_requests: Annotated[
+        int, Option(help="Requests in the queue; over it: 429.", low=1, high=2**20)
+    ] = 256
+    max_waiting_tokens: Annotated[
+        int, Option(help="Prompt tokens in the queue; over it: 429.", low=1, high=2**31)
+    ] = 2**20
+    stuck_after_s: Annotated[
+        float,
+        Option(
+            help="Work is there but no step has ended for this long: not ready.",
+            low=0.1,
+            high=86400,
+        ),
+    ] = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """How worker processes are started and restarted."""
+
+    start_timeout_s: Annotated[
+        float, Option(help="A worker must have loaded its model by then.", low=1, high=86400)
+    ] = 600.0
+    restart_backoff_s: Annotated[
+        float,
+        Option(help="Pause before the first restart; doubles with each.", low=0.01, high=3600),
+    ] = 0.5
+    restart_backoff_max_s: Annotated[
+        float, Option(help="The longest pause between restarts.", low=0.01, high=86400)
+    ] = 30.0

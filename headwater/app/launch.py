@@ -1,0 +1,231 @@
+"""Joins the rooms: ``serve`` is the front process, ``worker`` a worker process.
+
+    front:  HttpServer <- Gate <- api <- recipe <- router <- ProcessLauncher
+    worker: WorkerLoop <- Scheduler <- kv, ModelEngine <- model <- numerics
+
+The only place that knows how parts fit together; it decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from headwater import __version__
+from headwater.api.config import ApiConfig, ApiKey
+from headwater.app.processes import ProcessLauncher
+from headwater.app.settings import (
+    Settings,
+    api_keys,
+    describe_settings,
+    set_thread_environment,
+    usable_cores,
+)
+from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.ports import Clock
+from headwater.core.request import ModelInfo
+from headwater.router.policy import AdmissionLimits
+from headwater.router.service import Router, RouterConfig
+
+if TYPE_CHECKING:
+    from headwater.api.gate import Gate
+
+log = logging.getLogger("headwater")
+
+EXIT_OK = 0
+EXIT_FAILED = 2
+EXIT_FRONT_GONE = 3
+
+
+class MonotonicClock:
+    """Seconds of this process; never set back."""
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+
+def set_up_logging(level: str) -> None:
+    """One line per event on stderr. No prompt, output or key is ever handed to it."""
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    # Libraries that tell each request's address and size at info or debug.
+    for name in ("httpx", "httpcore", "asyncio", "numba"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+# ---- the front ----------------------------------------------------------------------
+
+
+def serve(settings: Settings) -> int:
+    """Run the front until SIGINT or SIGTERM. Returns the exit code."""
+    set_up_logging(settings.server.log_level)
+    log.info("headwater %s; settings: value (origin)", __version__)
+    for line in describe_settings(settings):
+        log.info("  %s", line)
+    with (
+        listen(settings.server.host, settings.server.port) as listener,
+        asyncio.Runner(loop_factory=_event_loop) as runner,
+    ):
+        return runner.run(_serve(settings, listener))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, taken before the model loads: a port in use is known at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; "
+            "choose another with --port, or stop what uses it"
+        ) from None
+    return listener
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop where it is installed (it does not exist for Windows)."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def _serve(settings: Settings, listener: socket.socket) -> int:
+    clock = MonotonicClock()
+    router = Router(ProcessLauncher(settings), _router_config(settings), clock)
+    working = asyncio.create_task(router.run())
+    # Give the worker's start a turn: it loads while the front imports its own parts.
+    await asyncio.sleep(0)
+    from headwater.api.gate import Gate
+    from headwater.app.http_server import HttpServer
+
+    gate = Gate(lambda: router.status().reason)
+    server = HttpServer(gate, settings.server)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    opening = asyncio.create_task(_open(gate, router, settings, listener, clock))
+    try:
+        await asyncio.wait({working, opening, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            opening.result()
+            await asyncio.wait({working, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()  # raises what ended it
+        return EXIT_OK
+    except HeadwaterError as error:
+        log.error("%s", error)
+        return EXIT_FAILED
+    finally:
+        server.should_exit = True
+        opening.cancel()
+        await asyncio.gather(serving, opening, return_exceptions=True)
+        await gate.close()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def _open(
+    gate: Gate, router: Router, settings: Settings, listener: socket.socket, clock: Clock
+) -> None:
+    """Wait for the worker, then let requests in."""
+    from headwater.api.app import create_app
+    from headwater.recipe.chat import ChatRecipe
+
+    info, tokenizer = await router.wait_ready()
+    recipe = await asyncio.to_thread(ChatRecipe.from_source, tokenizer)
+    await gate.open(create_app(router, recipe, _api_config(settings), clock))
+    _log_model(info)
+    host, port = listener.getsockname()[:2]
+    log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+
+
+def _log_model(info: ModelInfo) -> None:
+    log.info(
+        "serving %s: %s, %s weights of %.0f MB on %s, context %d tokens, KV for %d tokens",
+        info.model_id,
+        info.family,
+        info.weights_format,
+        info.weights_bytes / 1e6,
+        info.device,
+        info.context_tokens,
+        info.num_blocks * info.block_tokens,
+    )
+    for job, kernel in info.kernels.items():
+        log.info("  %s: %s", job, kernel)
+
+
+def _router_config(settings: Settings) -> RouterConfig:
+    return RouterConfig(
+        limits=AdmissionLimits(
+            max_running_sequences=settings.engine.max_running,
+            max_waiting_sequences=settings.router.max_waiting_requests,
+            max_waiting_tokens=settings.router.max_waiting_tokens,
+        ),
+        start_limit_s=settings.worker.start_timeout_s,
+        stuck_after_s=settings.router.stuck_after_s,
+        backoff_first_s=settings.worker.restart_backoff_s,
+        backoff_max_s=settings.worker.restart_backoff_max_s,
+    )
+
+
+def _api_config(settings: Settings) -> ApiConfig:
+    server = settings.server
+    return ApiConfig(
+        keys=tuple(ApiKey.unnamed(key) for key in api_keys(server)),
+        bound_host=server.host,
+        allowed_hosts=server.allowed_hosts,
+        strict=server.strict,
+        max_body_bytes=server.max_body_bytes,
+        keepalive_s=server.keepalive_s,
+        access_log=server.access_log,
+    )
+
+
+# ---- a worker -----------------------------------------------------------------------
+
+
+def worker(settings: Settings, *, connect: str, worker_id: str) -> int:
+    """A worker process: build, say Hello, work until told to stop or the front is gone."""
+    set_up_logging(settings.server.log_level)
+    # Ctrl-C reaches the whole process group; only the front decides when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_the_front()
+    set_thread_environment(settings.engine.threads or usable_cores())
+    # After the environment: torch and numba read it when they are imported.
+    from headwater.app.assemble import build_worker
+    from headwater.transfer.channels import SocketWorkerPort
+
+    clock = MonotonicClock()
+    parts = build_worker(settings, clock)
+    port = SocketWorkerPort(connect)
+    try:
+        parts.loop(worker_id, port, clock, stopping=lambda: False).run()
+    finally:
+        port.close()
+    return EXIT_OK
+
+
+def _end_with_the_front() -> None:
+    """End this process when standard input closes: the front holds its other end."""
+
+    def watch() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        # Not sys.exit: the main thread may be deep in a kernel, and nothing needs saving.
+        os._exit(EXIT_FRONT_GONE)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
