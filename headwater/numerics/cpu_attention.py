@@ -1,0 +1,261 @@
+"""Paged attention kernels of the CPU path for rows with few queries (decode, drafts).
+
+One item of work is (token, kv head, split): the head's group of query heads over
+one span of SPLIT_TOKENS positions. A second pass joins the spans. Spans are cut
+at fixed positions, so a token's bits depend on neither the batch nor the threads,
+and a long context is spread over the team even for one row.
+Knows addresses and sizes only; prefill chunks take another way (``cpu.py``).
+
+    partial[token, kv head, split] = for each query head of the group:
+        sum of exp(s - max) * v  [head_padded],  max,  sum of exp(s - max)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import literally, njit
+
+from headwater.numerics import cpu_intrinsics as hw
+from headwater.numerics.cpu_elementwise import exp_f32
+from headwater.numerics.cpu_linear import BF16, F32, dot_rows
+from headwater.numerics.cpu_team import ARGS, MAX_CHUNKS, compiled, run
+
+SPLIT_TOKENS = 128
+# Scores of one query head; a tile of 4 rows may run past the last position.
+_SCORES_STRIDE = SPLIT_TOKENS + 4
+PAD_HEAD = 16
+_LOWEST = np.float32(-3.0e38)
+_ZERO = np.float32(0)
+# Joining up to this many tokens takes less time than sharing the work.
+_JOIN_ALONE = 2
+
+
+def scratch_floats(group: int, head_padded: int) -> int:
+    """Float32 scratch of one thread: the group's queries and its scores."""
+    return group * (head_padded + _SCORES_STRIDE) + 16
+
+
+def partial_floats(group: int, head_padded: int) -> int:
+    """Float32 size of one item's partial result."""
+    return group * (head_padded + 2)
+
+
+@njit(nogil=True, error_model="numpy")
+def _row_of(token: int, row_starts: int, num_rows: int) -> int:
+    """The row r with row_starts[r] <= token < row_starts[r + 1]."""
+    low, high = 0, num_rows - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if hw.load_i32(row_starts, middle) <= token:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@njit(nogil=True, error_model="numpy")
+def _mix_rows(
+    kind: int, shares: int, group: int, values: int, stride_bytes: int, length: int,
+    out: int, head_padded: int, element_bytes: int,
+) -> None:  # fmt: skip
+    """out[g] += sum over t of shares[g, t] * values[t] over the whole head."""
+    literally(kind)
+    for first in range(0, head_padded, hw.LANES):
+        column = values + first * element_bytes
+        done = 0
+        while done < group:
+            s = shares + done * _SCORES_STRIDE * 4
+            o = out + (done * head_padded + first) * 4
+            if group - done >= 4:
+                hw.mix_tile(kind, 4, s, _SCORES_STRIDE, column, stride_bytes, length, o, head_padded)
+                done += 4
+            elif group - done == 3:
+                hw.mix_tile(kind, 3, s, _SCORES_STRIDE, column, stride_bytes, length, o, head_padded)
+                done += 3
+            elif group - done == 2:
+                hw.mix_tile(kind, 2, s, _SCORES_STRIDE, column, stride_bytes, length, o, head_padded)
+                done += 2
+            else:
+                hw.mix_tile(kind, 1, s, _SCORES_STRIDE, column, stride_bytes, length, o, head_padded)
+                done += 1
+
+
+@njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nnan", "nsz"})
+def _highest(scores: int, length: int) -> float:
+    highest = _LOWEST
+    for t in range(length):
+        highest = max(highest, hw.load_f32(scores, t))
+    return highest
+
+
+@njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+def _sum(scores: int, length: int) -> float:
+    total = _ZERO
+    for t in range(length):
+        total += hw.load_f32(scores, t)
+    return total
+
+
+@njit(nogil=True, error_model="numpy")
+def _softmax_shares(scores: int, length: int) -> tuple[float, float]:
+    """Scores to exp(score - max) in place; returns (max, sum)."""
+    highest = _highest(scores, length)
+    for t in range(length):
+        hw.store_f32(scores, t, exp_f32(hw.load_f32(scores, t) - highest))
+    return highest, _sum(scores, length)
+
+
+# The arguments of both kernels, in the order of ``attend_few``.
+(
+    _Q, _Q_STRIDE, _K_BLOCKS, _V_BLOCKS, _TABLES, _TABLE_STRIDE, _POSITIONS, _ROW_STARTS,
+    _NUM_ROWS, _SCRATCH, _SCRATCH_FLOATS, _PARTIALS, _OUT, _GROUP, _NUM_KV_HEADS, _HEAD_DIM,
+    _HEAD_PADDED, _BLOCK_TOKENS, _KV_IS_F32, _NUM_SPLITS, _FIRST_TOKEN, _NUM_TOKENS,
+    _ITEMS_PER_CHUNK, _SCALE,
+) = range(24)  # fmt: skip
+
+
+def attend_split_kernel(args: int, chunk: int, thread: int) -> None:
+    """Partial results of the items of one chunk."""
+    q, q_stride = hw.load_i64(args, _Q), hw.load_i64(args, _Q_STRIDE)
+    k_blocks, v_blocks = hw.load_i64(args, _K_BLOCKS), hw.load_i64(args, _V_BLOCKS)
+    block_tables, table_stride = hw.load_i64(args, _TABLES), hw.load_i64(args, _TABLE_STRIDE)
+    positions, row_starts = hw.load_i64(args, _POSITIONS), hw.load_i64(args, _ROW_STARTS)
+    num_rows, partials = hw.load_i64(args, _NUM_ROWS), hw.load_i64(args, _PARTIALS)
+    group, num_kv_heads = hw.load_i64(args, _GROUP), hw.load_i64(args, _NUM_KV_HEADS)
+    head_dim, head_padded = hw.load_i64(args, _HEAD_DIM), hw.load_i64(args, _HEAD_PADDED)
+    block_tokens, kv_is_f32 = hw.load_i64(args, _BLOCK_TOKENS), hw.load_i64(args, _KV_IS_F32)
+    num_splits, first_token = hw.load_i64(args, _NUM_SPLITS), hw.load_i64(args, _FIRST_TOKEN)
+    queries = hw.load_i64(args, _SCRATCH) + thread * hw.load_i64(args, _SCRATCH_FLOATS) * 4
+    scores = queries + group * head_padded * 4
+    scale = np.float32(hw.load_f64(args, _SCALE))
+    element_bytes = 4 if kv_is_f32 != 0 else 2
+    stride_bytes = head_padded * element_bytes
+    per_chunk = hw.load_i64(args, _ITEMS_PER_CHUNK)
+    num_items = hw.load_i64(args, _NUM_TOKENS) * num_kv_heads * num_splits
+    first_item = chunk * per_chunk
+    last_item = min(first_item + per_chunk, num_items)
+    for item in range(first_item, last_item):
+        split, pair = item % num_splits, item // num_splits
+        kv_head, token = pair % num_kv_heads, first_token + pair // num_kv_heads
+        begin = split * SPLIT_TOKENS
+        end = min(begin + SPLIT_TOKENS, np.int64(hw.load_i32(positions, token)) + 1)
+        if begin >= end:
+            continue
+        table = block_tables + _row_of(token, row_starts, num_rows) * table_stride * 4
+        for g in range(group):
+            source = q + (token * q_stride + (kv_head * group + g) * head_dim) * 2
+            target = queries + g * head_padded * 4
+            for i in range(head_dim):
+                hw.store_f32(target, i, hw.load_bf16(source, i) * scale)
+            for i in range(head_dim, head_padded):
+                hw.store_f32(target, i, _ZERO)
+        position = begin
+        while position < end:
+            offset = position % block_tokens
+            length = min(block_tokens - offset, end - position)
+            block = np.int64(hw.load_i32(table, position // block_tokens))
+            place = ((block * num_kv_heads + kv_head) * block_tokens + offset) * stride_bytes
+            for t in range(0, length, 4):
+                keys = k_blocks + place + t * stride_bytes
+                s = scores + (position - begin + t) * 4
+                if kv_is_f32 != 0:
+                    dot_rows(F32, keys, stride_bytes, queries, head_padded, group, head_padded, s, _SCORES_STRIDE)
+                else:
+                    dot_rows(BF16, keys, stride_bytes, queries, head_padded, group, head_padded, s, _SCORES_STRIDE)
+            position += length
+        mixed = partials + item * group * (head_padded + 2) * 4
+        ends = mixed + group * head_padded * 4
+        for g in range(group):
+            highest, total = _softmax_shares(scores + g * _SCORES_STRIDE * 4, end - begin)
+            hw.store_f32(ends, 2 * g, highest)
+            hw.store_f32(ends, 2 * g + 1, total)
+        for i in range(group * head_padded):
+            hw.store_f32(mixed, i, _ZERO)
+        position = begin
+        while position < end:
+            offset = position % block_tokens
+            length = min(block_tokens - offset, end - position)
+            block = np.int64(hw.load_i32(table, position // block_tokens))
+            place = ((block * num_kv_heads + kv_head) * block_tokens + offset) * stride_bytes
+            shares = scores + (position - begin) * 4
+            if kv_is_f32 != 0:
+                _mix_rows(F32, shares, group, v_blocks + place, stride_bytes, length, mixed, head_padded, 4)
+            else:
+                _mix_rows(BF16, shares, group, v_blocks + place, stride_bytes, length, mixed, head_padded, 2)
+            position += length
+
+
+def attend_join_kernel(args: int, chunk: int, thread: int) -> None:
+    """Join the splits of every query head of one token."""
+    partials, out = hw.load_i64(args, _PARTIALS), hw.load_i64(args, _OUT)
+    group, num_kv_heads = hw.load_i64(args, _GROUP), hw.load_i64(args, _NUM_KV_HEADS)
+    head_dim, head_padded = hw.load_i64(args, _HEAD_DIM), hw.load_i64(args, _HEAD_PADDED)
+    num_splits = hw.load_i64(args, _NUM_SPLITS)
+    token = hw.load_i64(args, _FIRST_TOKEN) + chunk
+    position = hw.load_i32(hw.load_i64(args, _POSITIONS), token)
+    used = np.int64(position) // SPLIT_TOKENS + 1
+    partial_bytes = group * (head_padded + 2) * 4
+    for kv_head in range(num_kv_heads):
+        first = partials + (chunk * num_kv_heads + kv_head) * num_splits * partial_bytes
+        for g in range(group):
+            ends = first + (group * head_padded + 2 * g) * 4
+            highest = _LOWEST
+            for split in range(used):
+                highest = max(highest, hw.load_f32(ends + split * partial_bytes, 0))
+            total = _ZERO
+            for split in range(used):
+                end = ends + split * partial_bytes
+                share = exp_f32(hw.load_f32(end, 0) - highest)
+                total += share * hw.load_f32(end, 1)
+                # The share takes the place of the maximum for the loop below.
+                hw.store_f32(end, 0, share)
+            target = ((token * num_kv_heads + kv_head) * group + g) * head_dim
+            for i in range(head_dim):
+                value = _ZERO
+                for split in range(used):
+                    share = hw.load_f32(ends + split * partial_bytes, 0)
+                    value += share * hw.load_f32(first + split * partial_bytes, g * head_padded + i)
+                hw.store_bf16(out, target + i, value / total)
+
+
+@compiled
+def attend_few(
+    state: int, split_kernel: int, join_kernel: int, num_chunks: int, scale: float,
+    q: int, q_stride: int, k_blocks: int, v_blocks: int, block_tables: int, table_stride: int,
+    positions: int, row_starts: int, num_rows: int, scratch: int, scratch_floats: int,
+    partials: int, out: int, group: int, num_kv_heads: int, head_dim: int, head_padded: int,
+    block_tokens: int, kv_is_f32: int, num_splits: int, first_token: int, num_tokens: int,
+    items_per_chunk: int,
+) -> None:  # fmt: skip
+    """Both passes over tokens [first_token, first_token + num_tokens)."""
+    args = state + ARGS
+    hw.store_i64(args, _Q, q)
+    hw.store_i64(args, _Q_STRIDE, q_stride)
+    hw.store_i64(args, _K_BLOCKS, k_blocks)
+    hw.store_i64(args, _V_BLOCKS, v_blocks)
+    hw.store_i64(args, _TABLES, block_tables)
+    hw.store_i64(args, _TABLE_STRIDE, table_stride)
+    hw.store_i64(args, _POSITIONS, positions)
+    hw.store_i64(args, _ROW_STARTS, row_starts)
+    hw.store_i64(args, _NUM_ROWS, num_rows)
+    hw.store_i64(args, _SCRATCH, scratch)
+    hw.store_i64(args, _SCRATCH_FLOATS, scratch_floats)
+    hw.store_i64(args, _PARTIALS, partials)
+    hw.store_i64(args, _OUT, out)
+    hw.store_i64(args, _GROUP, group)
+    hw.store_i64(args, _NUM_KV_HEADS, num_kv_heads)
+    hw.store_i64(args, _HEAD_DIM, head_dim)
+    hw.store_i64(args, _HEAD_PADDED, head_padded)
+    hw.store_i64(args, _BLOCK_TOKENS, block_tokens)
+    hw.store_i64(args, _KV_IS_F32, kv_is_f32)
+    hw.store_i64(args, _NUM_SPLITS, num_splits)
+    hw.store_i64(args, _FIRST_TOKEN, first_token)
+    hw.store_i64(args, _NUM_TOKENS, num_tokens)
+    hw.store_i64(args, _ITEMS_PER_CHUNK, items_per_chunk)
+    hw.store_f64(args, _SCALE, scale)
+    run(state, split_kernel, num_chunks)
+    if _JOIN_ALONE < num_tokens <= MAX_CHUNKS:
+        run(state, join_kernel, num_tokens)
+    else:
+        for token in range(num_tokens):
+            hw.call_kernel(join_kernel, args, token, 0)

@@ -1,0 +1,147 @@
+"""The kernel port: what a model's forward pass is written in.
+
+Shapes. T: tokens of the step, all rows flattened. R: rows. H: hidden size.
+N: query heads, K: key/value heads, D: head size, F: MLP inner size, V: vocabulary.
+
+    row r owns tokens [row_starts[r], row_starts[r+1]) of the T flattened tokens;
+    its token i sits at sequence position context_lens[r] - n_r + i, so attention
+    of the row's last token sees [0, context_lens[r]).
+
+KV of one layer is opaque to everyone but the implementation that allocated it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class WeightFormat(StrEnum):
+    """How linear weights are kept in memory."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"  # symmetric, one scale per output channel
+
+
+class KVFormat(StrEnum):
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """Where each row's tokens are and which blocks hold its KV. Integers on the device."""
+
+    row_starts: Tensor  # int32 [R + 1]
+    context_lens: Tensor  # int32 [R], tokens attended to by the row's last token
+    block_tables: Tensor  # int32 [R, max_blocks], unused entries 0
+    positions: Tensor  # int32 [T], position of each token in its sequence
+    slots: Tensor  # int64 [T], block_id * block_tokens + offset where the token's KV goes
+    max_row_tokens: int
+    max_context: int
+
+
+class PackedLinear(Protocol):
+    """A weight [out, in] (and bias [out]) in whatever form the kernels like."""
+
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes read to apply it once."""
+        ...
+
+
+class LayerKV(Protocol):
+    """One layer's keys and values over all blocks."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+
+class Ops(Protocol):
+    """One implementation of every kernel. Activations have dtype ``act_dtype``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def act_dtype(self) -> torch.dtype: ...
+
+    def kernels(self) -> dict[str, str]:
+        """Which kernel serves which job, for ``doctor`` and the start-up log."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compile or load every kernel now, so that the first request does not wait for it."""
+        ...
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, weight_format: WeightFormat
+    ) -> PackedLinear:
+        """Take [out, in] float weights; the caller may drop its copy afterwards."""
+        ...
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """[T, in] -> [T, out] = x @ weight.T + bias."""
+        ...
+
+    def logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """[R, H] -> float32 [R, V]."""
+        ...
+
+    def embed(self, ids: Tensor, packed: PackedLinear) -> Tensor:
+        """int64 [T] -> [T, H]: rows of the packed weight (the table may be a tied head)."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[..., H] * rsqrt(mean(x^2) + eps) * weight over the last axis."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual) in one pass; may overwrite its inputs."""
+        ...
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        """Rotary embedding in place, half-split pairs (i, i + D_rot/2).
+
+        q [T, N, D], k [T, K, D]; cos, sin float32 [max_positions, D_rot/2];
+        only the first D_rot entries of a head are rotated.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2F] (gate then up) -> [T, F] = silu(gate) * up."""
+        ...
+
+    def allocate_kv(
+        self, num_blocks: int, block_tokens: int, num_kv_heads: int, head_dim: int,
+        kv_format: KVFormat,
+    ) -> LayerKV:
+        """Zeroed KV for one layer."""
+        ...
+
+    def kv_bytes_per_token(self, num_kv_heads: int, head_dim: int, kv_format: KVFormat) -> int:
+        """Bytes of one token's K and V in one layer."""
+        ...
+
+    def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
+        """Write k, v [T, K, D] at ``slots``."""
+        ...
+
+    def attend(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
+        """Causal grouped-query attention over each row's blocks: [T, N, D] -> [T, N, D].
+
+        The row's own K and V are already stored. Softmax in float32.
+        """
+        ...

@@ -1,0 +1,208 @@
+"""The definition of every kernel, in plain torch on any device.
+
+Written to be read: no fusion, no layout tricks, one obvious line per formula.
+Every other implementation is compared with this one by tests. On CUDA the same
+class, with bfloat16 activations, is what serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwater.numerics.ops import (
+    KVFormat,
+    LayerKV,
+    PackedLinear,
+    RaggedBatch,
+    WeightFormat,
+)
+
+KV_DTYPES = {KVFormat.FP32: torch.float32, KVFormat.BF16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainLinear:
+    """A weight [out, in] and bias [out]; with int8 weights a float32 scale [out] too."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.weight, self.bias, self.scale) if t is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainKV:
+    """Keys and values [num_blocks * block_tokens, K, D]: row ``slot`` is one token's."""
+
+    k: Tensor
+    v: Tensor
+    block_tokens: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[0] // self.block_tokens
+
+
+def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] to (int8 [out, in], float32 scale [out]), symmetric per output channel.
+
+    |weight - int8 * scale| <= scale / 2, with scale = max |row| / 127.
+    """
+    rows = weight.float()
+    scale = rows.abs().amax(dim=1) / 127.0
+    divisor = torch.where(scale == 0, 1.0, scale)
+    return torch.round(rows / divisor[:, None]).to(torch.int8), scale
+
+
+class ReferenceOps:
+    """``Ops`` in plain torch: float32 on a CPU unless told otherwise."""
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        act_dtype: torch.dtype = torch.float32,
+        num_threads: int | None = None,
+    ) -> None:
+        self._device = torch.device(device)
+        self._act_dtype = act_dtype
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+
+    @property
+    def name(self) -> str:
+        return f"reference-{str(self._act_dtype).removeprefix('torch.')}"
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def act_dtype(self) -> torch.dtype:
+        return self._act_dtype
+
+    def kernels(self) -> dict[str, str]:
+        dtype = str(self._act_dtype).removeprefix("torch.")
+        return {
+            "linear": f"torch F.linear {dtype} (int8 weights dequantised at each call)",
+            "attention": "gather by block table, then torch scaled_dot_product_attention",
+            "elementwise": "torch, computed in float32",
+        }
+
+    def warm_up(self) -> None:
+        """Make the libraries load now and not in the first request."""
+        packed = self.pack_linear(torch.ones(16, 16), None, WeightFormat.FP32)
+        self.linear(torch.ones(2, 16, device=self._device, dtype=self._act_dtype), packed)
+
+    # ---- linear ---------------------------------------------------------------------
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, weight_format: WeightFormat
+    ) -> PlainLinear:
+        weight = weight.to(self._device)
+        bias = None if bias is None else bias.to(self._device, self._act_dtype)
+        if weight_format is WeightFormat.INT8:
+            quantised, scale = quantise_int8(weight)
+            return PlainLinear(weight=quantised, bias=bias, scale=scale)
+        stored = torch.bfloat16 if weight_format is WeightFormat.BF16 else torch.float32
+        return PlainLinear(weight=weight.to(stored).contiguous(), bias=bias, scale=None)
+
+    def _rows(self, packed: PlainLinear, ids: Tensor | None = None) -> Tensor:
+        """The weight (or its rows ``ids``) in the activations' dtype."""
+        rows = packed.weight if ids is None else packed.weight[ids]
+        if packed.scale is None:
+            return rows.to(self._act_dtype)
+        scale = packed.scale if ids is None else packed.scale[ids]
+        return (rows.float() * scale[:, None]).to(self._act_dtype)
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        assert isinstance(packed, PlainLinear)
+        return F.linear(x, self._rows(packed), packed.bias)
+
+    def logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        return self.linear(x, packed).float()
+
+    def embed(self, ids: Tensor, packed: PackedLinear) -> Tensor:
+        assert isinstance(packed, PlainLinear)
+        return self._rows(packed, ids)
+
+    # ---- row-wise -------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        norm = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (norm * weight.float()).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        half = cos.shape[1]
+        c, s = cos[positions][:, None, :], sin[positions][:, None, :]  # [T, 1, D_rot/2]
+        for heads in (q, k):
+            first, second = heads[..., : 2 * half].float().chunk(2, dim=-1)
+            rotated = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+            heads[..., : 2 * half] = rotated.to(heads.dtype)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    # ---- KV and attention -----------------------------------------------------------
+
+    def allocate_kv(
+        self, num_blocks: int, block_tokens: int, num_kv_heads: int, head_dim: int,
+        kv_format: KVFormat,
+    ) -> PlainKV:  # fmt: skip
+        shape = (num_blocks * block_tokens, num_kv_heads, head_dim)
+        k, v = (torch.zeros(shape, dtype=KV_DTYPES[kv_format], device=self._device) for _ in "kv")
+        return PlainKV(k, v, block_tokens)
+
+    def kv_bytes_per_token(self, num_kv_heads: int, head_dim: int, kv_format: KVFormat) -> int:
+        return 2 * num_kv_heads * head_dim * KV_DTYPES[kv_format].itemsize
+
+    def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
+        assert isinstance(kv, PlainKV)
+        kv.k[slots] = k.to(kv.k.dtype)
+        kv.v[slots] = v.to(kv.v.dtype)
+
+    def attend(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
+        assert isinstance(kv, PlainKV)
+        out = torch.empty_like(q)
+        starts, contexts = batch.row_starts.tolist(), batch.context_lens.tolist()
+        offsets = torch.arange(kv.block_tokens, device=q.device)
+        for row, context in enumerate(contexts):
+            tokens = slice(starts[row], starts[row + 1])
+            num_blocks = -(-context // kv.block_tokens)
+            blocks = batch.block_tables[row, :num_blocks].long()
+            slots = (blocks[:, None] * kv.block_tokens + offsets).flatten()[:context]
+            keys, values = kv.k[slots].to(q.dtype), kv.v[slots].to(q.dtype)  # [context, K, D]
+            # Query i of the row sees key positions up to its own.
+            seen = torch.arange(context, device=q.device) <= batch.positions[tokens, None]
+            attended = F.scaled_dot_product_attention(
+                q[tokens].transpose(0, 1)[None],
+                keys.transpose(0, 1)[None],
+                values.transpose(0, 1)[None],
+                attn_mask=seen,
+                scale=scale,
+                enable_gqa=True,
+            )
+            out[tokens] = attended[0].transpose(0, 1)
+        return out

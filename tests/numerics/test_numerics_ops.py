@@ -1,0 +1,384 @@
+"""CpuOps against ReferenceOps on random shapes, op by op.
+
+Tolerances. Both take the same bfloat16 inputs; the reference computes in float32
+from them and the fast path rounds its result once to bfloat16: half a unit in the
+last place, at most 2**-8 of the value, plus a little for sums taken in another
+order. Where the fast path rounds intermediates too, the bound is argued in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headwater.core.errors import ConfigError
+from headwater.numerics.cpu import FEW_QUERIES, FEW_ROWS, CpuOps
+from headwater.numerics.cpu_intrinsics import Kind
+from headwater.numerics.ops import KVFormat, RaggedBatch, WeightFormat
+from headwater.numerics.reference import ReferenceOps
+
+REFERENCE = ReferenceOps()
+HALF_ULP = 2.0**-8
+FEW = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+@pytest.fixture(scope="module")
+def fast() -> Iterator[CpuOps]:
+    ops = CpuOps(num_threads=2)
+    yield ops
+    ops.close()
+
+
+def bf16(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
+
+
+def assert_close(got: Tensor, want: Tensor, *, relative: float, absolute: float) -> None:
+    got, want = got.float(), want.float()
+    assert got.shape == want.shape
+    error = (got - want).abs()
+    assert bool((error <= relative * want.abs() + absolute).all()), f"off by {error.max():.3g}"
+
+
+# ---- linear -------------------------------------------------------------------------
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    num_tokens=st.integers(1, 40),
+    in_features=st.integers(1, 200),
+    out_features=st.integers(1, 200),
+    bias=st.booleans(),
+    weight_format=st.sampled_from([WeightFormat.BF16, WeightFormat.INT8]),
+)
+def test_linear_and_logits_equal_the_reference_on_any_shape(
+    fast: CpuOps, seed: int, num_tokens: int, in_features: int, out_features: int, bias: bool,
+    weight_format: WeightFormat,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out_features, in_features, generator=generator)
+    offset = torch.randn(out_features, generator=generator) if bias else None
+    x = bf16(generator, num_tokens, in_features)
+    want = REFERENCE.linear(x.float(), REFERENCE.pack_linear(weight, offset, weight_format))
+    packed = fast.pack_linear(weight, offset, weight_format)
+    assert (packed.out_features, packed.in_features) == (out_features, in_features)
+    # Few rows are float32 up to the result. Many rows round the bias and, for int8, each
+    # dequantised weight to bfloat16: independent errors, so they grow with sqrt(in).
+    exact = num_tokens <= FEW_ROWS[packed.kind]
+    absolute = (1e-5 if exact else 1e-2) * (1 + in_features**0.5)
+    assert_close(fast.linear(x, packed), want, relative=HALF_ULP, absolute=absolute)
+    logits = fast.logits(x, packed)
+    assert logits.dtype == torch.float32
+    assert_close(logits, want, relative=1e-5 if exact else HALF_ULP, absolute=absolute)
+
+
+def test_linear_takes_a_view_of_wider_rows(fast: CpuOps) -> None:
+    generator = torch.Generator().manual_seed(1)
+    packed = fast.pack_linear(bf16(generator, 48, 64), None, WeightFormat.BF16)
+    wide = bf16(generator, 3, 200)
+    assert torch.equal(
+        fast.linear(wide[:, 100:164], packed), fast.linear(wide[:, 100:164].contiguous(), packed)
+    )
+    assert torch.equal(
+        fast.linear(wide[:, :128:2], packed), fast.linear(wide[:, :128:2].contiguous(), packed)
+    )
+
+
+@pytest.mark.parametrize("weight_format", [WeightFormat.BF16, WeightFormat.INT8])
+def test_a_row_has_the_same_bits_alone_and_among_few(
+    fast: CpuOps, weight_format: WeightFormat
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    packed = fast.pack_linear(torch.randn(520, 576, generator=generator), None, weight_format)
+    x = bf16(generator, FEW_ROWS[packed.kind], 576)
+    together = fast.logits(x, packed)
+    for row in range(x.shape[0]):
+        assert torch.equal(fast.logits(x[row : row + 1], packed)[0], together[row])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 64])
+def test_int8_logits_stay_near_those_of_bf16(fast: CpuOps, num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(2_000, 576, generator=generator)
+    x = bf16(generator, num_tokens, 576)
+    exact = x.float() @ weight.T
+    got = fast.logits(x, fast.pack_linear(weight, None, WeightFormat.INT8))
+    # A weight is off by at most half a step of max/127, evenly spread: standard error
+    # step / sqrt(12), which for normal rows (max about 3.3 sigma) is 0.75% of sigma.
+    assert (got - exact).std() / exact.std() < 0.012
+
+
+def test_the_fast_path_refuses_fp32_weights(fast: CpuOps) -> None:
+    with pytest.raises(ConfigError, match="reference"):
+        fast.pack_linear(torch.zeros(4, 4), None, WeightFormat.FP32)
+
+
+@pytest.mark.parametrize("weight_format", [WeightFormat.BF16, WeightFormat.INT8])
+def test_embed_returns_the_rows_of_the_packed_weight(
+    fast: CpuOps, weight_format: WeightFormat
+) -> None:
+    table = torch.randn(11, 40, generator=torch.Generator().manual_seed(4))
+    ids = torch.tensor([10, 0, 3, 3])
+    want = REFERENCE.embed(ids, REFERENCE.pack_linear(table, None, weight_format))
+    got = fast.embed(ids, fast.pack_linear(table, None, weight_format))
+    assert got.dtype == torch.bfloat16
+    assert_close(got, want, relative=HALF_ULP, absolute=0)
+
+
+def test_quantising_a_row_of_zeros_gives_zeros(fast: CpuOps) -> None:
+    packed = fast.pack_linear(torch.zeros(4, 32), None, WeightFormat.INT8)
+    assert fast.linear(torch.ones(2, 32, dtype=torch.bfloat16), packed).count_nonzero() == 0
+
+
+# ---- row-wise -----------------------------------------------------------------------
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    num_tokens=st.integers(1, 70),
+    size=st.integers(1, 700),
+    weight_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_norms_equal_the_reference(
+    fast: CpuOps, seed: int, num_tokens: int, size: int, weight_dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = bf16(generator, num_tokens, size), bf16(generator, num_tokens, size)
+    weight = torch.randn(size, generator=generator).to(weight_dtype)
+    got = fast.rms_norm(x, weight, 1e-5)
+    want = REFERENCE.rms_norm(x.float(), weight, 1e-5)
+    assert_close(got, want, relative=HALF_ULP, absolute=1e-6)
+    total = (x.float() + residual.float()).to(torch.bfloat16)
+    norm, kept = fast.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    assert torch.equal(kept, total)
+    # The norm is that of the rounded sum, which is what the next layers see.
+    want = REFERENCE.rms_norm(total.float(), weight, 1e-5)
+    assert_close(norm, want, relative=HALF_ULP, absolute=1e-6)
+
+
+def test_rms_norm_of_heads_inside_wider_rows(fast: CpuOps) -> None:
+    generator = torch.Generator().manual_seed(5)
+    heads = bf16(generator, 7, 300)[:, 20:116].view(7, 6, 16)
+    weight = torch.randn(16, generator=generator)
+    got = fast.rms_norm(heads, weight, 1e-6)
+    want = REFERENCE.rms_norm(heads.float(), weight, 1e-6)
+    assert_close(got, want, relative=HALF_ULP, absolute=1e-6)
+    got = fast.rms_norm(heads.transpose(0, 1), weight, 1e-6)
+    assert_close(got, want.transpose(0, 1), relative=HALF_ULP, absolute=1e-6)
+
+
+@FEW
+@given(seed=st.integers(0, 2**31), num_tokens=st.integers(1, 40), inner=st.integers(1, 300))
+def test_silu_mul_equals_the_reference(
+    fast: CpuOps, seed: int, num_tokens: int, inner: int
+) -> None:
+    gate_up = bf16(torch.Generator().manual_seed(seed), num_tokens, 2 * inner, scale=4)
+    want = REFERENCE.silu_mul(gate_up.float())
+    assert_close(fast.silu_mul(gate_up), want, relative=HALF_ULP, absolute=1e-30)
+
+
+def test_silu_mul_of_extreme_gates_is_finite(fast: CpuOps) -> None:
+    gate = torch.tensor([[-3e38, -200.0, -88.0, 0.0, 88.0, 200.0, 3e38]])
+    got = fast.silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1).to(torch.bfloat16))
+    assert bool(got.isfinite().all())
+    assert got[0, 3] == 0
+    assert got[0, 5] == 200
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    num_tokens=st.integers(1, 40),
+    num_heads=st.integers(1, 9),
+    num_kv_heads=st.integers(1, 4),
+    head_dim=st.sampled_from([16, 20, 64, 128]),
+    whole=st.booleans(),
+)
+def test_rotate_changes_views_in_place_as_the_reference_does(
+    fast: CpuOps, seed: int, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int,
+    whole: bool,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    size = (num_heads + num_kv_heads) * head_dim
+    qkv = bf16(generator, num_tokens, size + 8)
+    untouched = qkv[:, size:].clone()
+    q = qkv[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
+    k = qkv[:, num_heads * head_dim : size].view(num_tokens, num_kv_heads, head_dim)
+    half = head_dim // 2 if whole else head_dim // 4
+    angles = torch.randn(90, half, generator=generator)
+    positions = torch.randint(0, 90, (num_tokens,), generator=generator, dtype=torch.int32)
+    want_q, want_k = q.float(), k.float()
+    REFERENCE.rotate(want_q, want_k, angles.cos(), angles.sin(), positions)
+    fast.rotate(q, k, angles.cos(), angles.sin(), positions)
+    assert_close(q, want_q, relative=HALF_ULP, absolute=1e-6)
+    assert_close(k, want_k, relative=HALF_ULP, absolute=1e-6)
+    assert torch.equal(qkv[:, size:], untouched)
+
+
+# ---- KV and attention ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows of (new tokens, context) over shuffled blocks, and the slots of every token."""
+
+    batch: RaggedBatch
+    num_blocks: int
+    all_slots: Tensor
+
+
+def case_of(rows: list[tuple[int, int]], block_tokens: int, generator: torch.Generator) -> Case:
+    blocks_per_row = [-(-context // block_tokens) for _, context in rows]
+    num_blocks = sum(blocks_per_row) + 2
+    shuffled = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
+    # Two unused columns: entries past a row's context are 0, a block of somebody else.
+    tables = torch.zeros(len(rows), max(blocks_per_row) + 2, dtype=torch.int32)
+    starts, positions, slots, all_slots, taken = [0], [], [], [], 0
+    for row, (num_new, context) in enumerate(rows):
+        tables[row, : blocks_per_row[row]] = shuffled[taken : taken + blocks_per_row[row]]
+        taken += blocks_per_row[row]
+        row_slots = [
+            int(tables[row, p // block_tokens]) * block_tokens + p % block_tokens
+            for p in range(context)
+        ]
+        all_slots += row_slots
+        slots += row_slots[context - num_new :]
+        positions += range(context - num_new, context)
+        starts.append(starts[-1] + num_new)
+    batch = RaggedBatch(
+        row_starts=torch.tensor(starts, dtype=torch.int32),
+        context_lens=torch.tensor([context for _, context in rows], dtype=torch.int32),
+        block_tables=tables,
+        positions=torch.tensor(positions, dtype=torch.int32),
+        slots=torch.tensor(slots),
+        max_row_tokens=max(num_new for num_new, _ in rows),
+        max_context=max(context for _, context in rows),
+    )
+    return Case(batch, num_blocks, torch.tensor(all_slots))
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.one_of(st.just(1), st.integers(1, 2 * FEW_QUERIES), st.integers(1, 80)),
+        st.integers(0, 300),
+    ).map(lambda row: (row[0], row[0] + row[1])),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=ROWS,
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 8),
+    head_dim=st.sampled_from([16, 20, 32, 64, 72, 96, 128, 256]),
+    block_tokens=st.sampled_from([16, 32]),
+    kv_format=st.sampled_from([KVFormat.BF16, KVFormat.FP32]),
+)
+def test_attention_over_stored_kv_equals_the_reference_on_any_mix_of_rows(
+    fast: CpuOps, seed: int, rows: list[tuple[int, int]], num_kv_heads: int, group: int,
+    head_dim: int, block_tokens: int, kv_format: KVFormat,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    case = case_of(rows, block_tokens, generator)
+    num_stored = case.all_slots.shape[0]
+    k, v = (bf16(generator, num_stored, num_kv_heads, head_dim) for _ in range(2))
+    kv = fast.allocate_kv(case.num_blocks, block_tokens, num_kv_heads, head_dim, kv_format)
+    want_kv = REFERENCE.allocate_kv(
+        case.num_blocks, block_tokens, num_kv_heads, head_dim, KVFormat.FP32
+    )
+    fast.store_kv(k, v, kv, case.all_slots)
+    REFERENCE.store_kv(k.float(), v.float(), want_kv, case.all_slots)
+    num_tokens = case.batch.positions.shape[0]
+    q = bf16(generator, num_tokens, num_kv_heads * group, head_dim)
+    scale = head_dim**-0.5
+    got = fast.attend(q, kv, case.batch, scale)
+    want = REFERENCE.attend(q.float(), want_kv, case.batch, scale)
+    # An output is a mean of values with weights that add up to 1; flash attention rounds
+    # each weight to bfloat16, so the mean moves by at most 2**-8 of the largest value.
+    assert_close(got, want, relative=HALF_ULP, absolute=2.0**-8 * float(v.float().abs().max()))
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.BF16, KVFormat.FP32])
+def test_decode_attention_is_as_exact_as_its_rounding(fast: CpuOps, kv_format: KVFormat) -> None:
+    generator = torch.Generator().manual_seed(6)
+    case = case_of([(1, 700), (3, 129), (1, 1), (1, 128)], 16, generator)
+    k, v = (bf16(generator, case.all_slots.shape[0], 3, 64) for _ in range(2))
+    kv = fast.allocate_kv(case.num_blocks, 16, 3, 64, kv_format)
+    want_kv = REFERENCE.allocate_kv(case.num_blocks, 16, 3, 64, KVFormat.FP32)
+    fast.store_kv(k, v, kv, case.all_slots)
+    REFERENCE.store_kv(k.float(), v.float(), want_kv, case.all_slots)
+    q = bf16(generator, 6, 9, 64, scale=3)
+    want = REFERENCE.attend(q.float(), want_kv, case.batch, 0.125)
+    got = fast.attend(q, kv, case.batch, 0.125)
+    assert_close(got, want, relative=HALF_ULP, absolute=1e-5)
+
+
+def test_a_decode_row_has_the_same_bits_alone_and_among_others(fast: CpuOps) -> None:
+    generator = torch.Generator().manual_seed(7)
+    case = case_of([(1, 300), (1, 40), (1, 513)], 16, generator)
+    k, v = (bf16(generator, case.all_slots.shape[0], 2, 64) for _ in range(2))
+    kv = fast.allocate_kv(case.num_blocks, 16, 2, 64, KVFormat.BF16)
+    fast.store_kv(k, v, kv, case.all_slots)
+    q = bf16(generator, 3, 8, 64)
+    together = fast.attend(q, kv, case.batch, 0.125)
+    for row in range(3):
+        alone = RaggedBatch(
+            row_starts=torch.tensor([0, 1], dtype=torch.int32),
+            context_lens=case.batch.context_lens[row : row + 1],
+            block_tables=case.batch.block_tables[row : row + 1],
+            positions=case.batch.positions[row : row + 1],
+            slots=case.batch.slots[row : row + 1],
+            max_row_tokens=1,
+            max_context=int(case.batch.context_lens[row]),
+        )
+        assert torch.equal(fast.attend(q[row : row + 1], kv, alone, 0.125)[0], together[row])
+
+
+def test_attention_with_large_scores_is_finite(fast: CpuOps) -> None:
+    generator = torch.Generator().manual_seed(8)
+    case = case_of([(1, 200), (20, 60)], 16, generator)
+    k, v = (bf16(generator, case.all_slots.shape[0], 1, 32, scale=60) for _ in range(2))
+    kv = fast.allocate_kv(case.num_blocks, 16, 1, 32, KVFormat.BF16)
+    fast.store_kv(k, v, kv, case.all_slots)
+    got = fast.attend(bf16(generator, 21, 4, 32, scale=60), kv, case.batch, 1.0)
+    assert bool(got.isfinite().all())
+
+
+def test_store_kv_leaves_other_slots_alone(fast: CpuOps) -> None:
+    kv = fast.allocate_kv(4, 16, 2, 20, KVFormat.BF16)
+    ones = torch.ones(2, 2, 20, dtype=torch.bfloat16)
+    fast.store_kv(ones, ones, kv, torch.tensor([17, 63]))
+    assert float(kv.k.float().sum()) == float(kv.v.float().sum()) == 2 * 2 * 20
+    assert kv.num_blocks == 4
+
+
+def test_kv_bytes_per_token_are_those_allocated(fast: CpuOps) -> None:
+    for head_dim in (20, 64):
+        for kv_format in KVFormat:
+            kv = fast.allocate_kv(3, 16, 2, head_dim, kv_format)
+            per_token = fast.kv_bytes_per_token(2, head_dim, kv_format)
+            assert kv.k.nbytes + kv.v.nbytes == 3 * 16 * per_token
+
+
+def test_the_reference_shares_its_definitions_with_its_formats() -> None:
+    kv = REFERENCE.allocate_kv(3, 16, 2, 20, KVFormat.BF16)
+    assert kv.num_blocks == 3
+    assert kv.k.nbytes + kv.v.nbytes == 3 * 16 * REFERENCE.kv_bytes_per_token(2, 20, KVFormat.BF16)
+
+
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.INT8])
+def test_warm_up_touches_every_kernel(fast: CpuOps, kind: Kind) -> None:
+    fast.warm_up()
+    assert all(fast.kernels().values())
+    assert FEW_ROWS[kind] >= 1
