@@ -59,6 +59,7 @@ class Stack:
             )
             for _ in range(LAYERS)
         ]
+        self.kv = tuple(layer.kv for layer in self.layers)
         self.head = packed(VOCAB, HIDDEN)
         angles = torch.outer(torch.arange(4096.0), 10_000.0 ** -(torch.arange(0, 1, 2 / HEAD_DIM)))
         self.cos, self.sin = angles.cos(), angles.sin()
@@ -74,10 +75,13 @@ class Stack:
         return per_layer + self.head.weight_bytes
 
     def step(self, ids: Tensor, batch: RaggedBatch) -> Tensor:
-        ops, eps = self.ops, 1e-5
-        residual = ops.embed(ids, self.head)
-        x = ops.rms_norm(residual, self.layers[0].norm, eps)
+        x = self.ops.replay(self.layers_pass, self.ops.embed(ids, self.head), self.kv, batch)
         last = batch.row_starts[1:].long() - 1
+        return self.ops.logits(x[last], self.head)
+
+    def layers_pass(self, residual: Tensor, batch: RaggedBatch) -> Tensor:
+        ops, eps = self.ops, 1e-5
+        x = ops.rms_norm(residual, self.layers[0].norm, eps)
         for layer in self.layers:
             qkv = ops.linear(x, layer.qkv)
             q = qkv[:, :QUERY].view(-1, HEADS, HEAD_DIM)
@@ -90,14 +94,16 @@ class Stack:
             x, residual = ops.add_rms_norm(x, residual, layer.norm, eps)
             x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
             x, residual = ops.add_rms_norm(x, residual, layer.norm, eps)
-        return ops.logits(x[last], self.head)
+        return x
 
 
 def batch_of(rows: list[tuple[int, int]]) -> RaggedBatch:
     """Rows of (new tokens, context) with blocks of their own."""
     widest = max(-(-context // BLOCK_TOKENS) for _, context in rows)
     tables = torch.zeros(len(rows), widest, dtype=torch.int32)
-    starts, positions, slots, next_block = [0], [], [], 0
+    starts, next_block = [0], 0
+    positions: list[int] = []
+    slots: list[int] = []
     for row, (num_new, context) in enumerate(rows):
         num_blocks = -(-context // BLOCK_TOKENS)
         tables[row, :num_blocks] = torch.arange(next_block, next_block + num_blocks)

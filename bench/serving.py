@@ -94,7 +94,8 @@ def answers(url: str) -> bool:
     )
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status == 200
+            status: int = response.status
+            return status == 200
     except (urllib.error.URLError, ConnectionError):
         return False
 

@@ -112,8 +112,14 @@ class LlamaModel:
         )
 
     def forward(self, ids: Tensor, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        def layers(residual: Tensor, batch: RaggedBatch) -> Tensor:
+            return self._layers_pass(residual, batch, kv)
+
+        return self._ops.replay(layers, self._ops.embed(ids, self._embedding), kv, batch)
+
+    def _layers_pass(self, residual: Tensor, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """All layers and the final norm: [T, H] -> [T, H]."""
         ops, eps = self._ops, self.config.rms_eps
-        residual = ops.embed(ids, self._embedding)
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         # Each layer ends with the norm that opens the next one, so that every
         # addition to the residual shares one pass with the norm behind it.

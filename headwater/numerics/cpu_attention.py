@@ -6,8 +6,9 @@ at fixed positions, so a token's bits depend on neither the batch nor the thread
 and a long context is spread over the team even for one row.
 Knows addresses and sizes only; prefill chunks take another way (``cpu.py``).
 
-    partial[token, kv head, split] = for each query head of the group:
-        sum of exp(s - max) * v  [head_padded],  max,  sum of exp(s - max)
+    partial of an item, float32:
+        [group, head_padded]  sum of exp(score - max) * value
+        [group, 2]            max, sum of exp(score - max)
 """
 
 from __future__ import annotations
@@ -16,28 +17,19 @@ import numpy as np
 from numba import literally, njit
 
 from headwater.numerics import cpu_intrinsics as hw
+from headwater.numerics import cpu_loops as loops
 from headwater.numerics.cpu_elementwise import exp_f32
 from headwater.numerics.cpu_linear import BF16, F32, dot_rows
 from headwater.numerics.cpu_team import ARGS, MAX_CHUNKS, compiled, run
 
 SPLIT_TOKENS = 128
 # Scores of one query head; a tile of 4 rows may run past the last position.
-_SCORES_STRIDE = SPLIT_TOKENS + 4
+SCORES_STRIDE = SPLIT_TOKENS + 4
 PAD_HEAD = 16
-_LOWEST = np.float32(-3.0e38)
-_ZERO = np.float32(0)
+_LOWEST = hw.f32(-3.0e38)
+_ZERO = hw.f32(0)
 # Joining up to this many tokens takes less time than sharing the work.
 _JOIN_ALONE = 2
-
-
-def scratch_floats(group: int, head_padded: int) -> int:
-    """Float32 scratch of one thread: the group's queries and its scores."""
-    return group * (head_padded + _SCORES_STRIDE) + 16
-
-
-def partial_floats(group: int, head_padded: int) -> int:
-    """Float32 size of one item's partial result."""
-    return group * (head_padded + 2)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -64,19 +56,27 @@ def _mix_rows(
         column = values + first * element_bytes
         done = 0
         while done < group:
-            s = shares + done * _SCORES_STRIDE * 4
+            s = shares + done * SCORES_STRIDE * 4
             o = out + (done * head_padded + first) * 4
             if group - done >= 4:
-                hw.mix_tile(kind, 4, s, _SCORES_STRIDE, column, stride_bytes, length, o, head_padded)
+                loops.mix_tile(
+                    kind, 4, s, SCORES_STRIDE, column, stride_bytes, length, o, head_padded
+                )
                 done += 4
             elif group - done == 3:
-                hw.mix_tile(kind, 3, s, _SCORES_STRIDE, column, stride_bytes, length, o, head_padded)
+                loops.mix_tile(
+                    kind, 3, s, SCORES_STRIDE, column, stride_bytes, length, o, head_padded
+                )
                 done += 3
             elif group - done == 2:
-                hw.mix_tile(kind, 2, s, _SCORES_STRIDE, column, stride_bytes, length, o, head_padded)
+                loops.mix_tile(
+                    kind, 2, s, SCORES_STRIDE, column, stride_bytes, length, o, head_padded
+                )
                 done += 2
             else:
-                hw.mix_tile(kind, 1, s, _SCORES_STRIDE, column, stride_bytes, length, o, head_padded)
+                loops.mix_tile(
+                    kind, 1, s, SCORES_STRIDE, column, stride_bytes, length, o, head_padded
+                )
                 done += 1
 
 
@@ -107,82 +107,134 @@ def _softmax_shares(scores: int, length: int) -> tuple[float, float]:
 
 # The arguments of both kernels, in the order of ``attend_few``.
 (
-    _Q, _Q_STRIDE, _K_BLOCKS, _V_BLOCKS, _TABLES, _TABLE_STRIDE, _POSITIONS, _ROW_STARTS,
-    _NUM_ROWS, _SCRATCH, _SCRATCH_FLOATS, _PARTIALS, _OUT, _GROUP, _NUM_KV_HEADS, _HEAD_DIM,
-    _HEAD_PADDED, _BLOCK_TOKENS, _KV_IS_F32, _NUM_SPLITS, _FIRST_TOKEN, _NUM_TOKENS,
+    _Q, _Q_STRIDE, _TABLES, _TABLE_STRIDE, _POSITIONS, _ROW_STARTS, _NUM_ROWS,
+    _SCRATCH, _SCRATCH_FLOATS, _PARTIALS, _OUT, _GROUP, _K_BLOCKS, _V_BLOCKS, _NUM_KV_HEADS,
+    _HEAD_DIM, _HEAD_PADDED, _BLOCK_TOKENS, _KV_IS_F32, _NUM_SPLITS, _FIRST_TOKEN, _NUM_TOKENS,
     _ITEMS_PER_CHUNK, _SCALE,
 ) = range(24)  # fmt: skip
 
 
+@njit(nogil=True, error_model="numpy")
+def _place(args: int, table: int, kv_head: int, position: int) -> int:
+    """Byte offset in the blocks of the key, or value, of ``position``."""
+    block_tokens = hw.load_i64(args, _BLOCK_TOKENS)
+    block = np.int64(hw.load_i32(table, position // block_tokens))
+    row = (block * hw.load_i64(args, _NUM_KV_HEADS) + kv_head) * block_tokens
+    element_bytes = 4 if hw.load_i64(args, _KV_IS_F32) != 0 else 2
+    return (row + position % block_tokens) * hw.load_i64(args, _HEAD_PADDED) * element_bytes
+
+
+@njit(nogil=True, error_model="numpy")
+def _load_queries(args: int, token: int, kv_head: int, queries: int) -> None:
+    """The group's queries times the scale, as float32 [group, head_padded]."""
+    group, head_dim = hw.load_i64(args, _GROUP), hw.load_i64(args, _HEAD_DIM)
+    head_padded = hw.load_i64(args, _HEAD_PADDED)
+    scale = np.float32(hw.load_f64(args, _SCALE))
+    start = token * hw.load_i64(args, _Q_STRIDE) + kv_head * group * head_dim
+    for g in range(group):
+        source = hw.load_i64(args, _Q) + (start + g * head_dim) * 2
+        target = queries + g * head_padded * 4
+        for i in range(head_dim):
+            hw.store_f32(target, i, hw.load_bf16(source, i) * scale)
+        for i in range(head_dim, head_padded):
+            hw.store_f32(target, i, _ZERO)
+
+
+@njit(nogil=True, error_model="numpy")
+def _ask_for(address: int, num_bytes: int) -> None:
+    for line in range(0, num_bytes, 64):
+        hw.prefetch(address + line)
+
+
+@njit(nogil=True, error_model="numpy")
+def _score_span(
+    args: int, table: int, kv_head: int, begin: int, end: int, queries: int, scores: int
+) -> None:
+    """Scores [group, SPLIT_TOKENS + 4] of the keys of positions [begin, end)."""
+    group, head_padded = hw.load_i64(args, _GROUP), hw.load_i64(args, _HEAD_PADDED)
+    keys, values = hw.load_i64(args, _K_BLOCKS), hw.load_i64(args, _V_BLOCKS)
+    block_tokens, is_f32 = hw.load_i64(args, _BLOCK_TOKENS), hw.load_i64(args, _KV_IS_F32)
+    stride = head_padded * (4 if is_f32 != 0 else 2)
+    position = begin
+    while position < end:
+        length = min(block_tokens - position % block_tokens, end - position)
+        place = _place(args, table, kv_head, position)
+        # Blocks are anywhere in memory: ask for the next one's keys while these are scored,
+        # and for these values, which follow when all scores are known.
+        if position + length < end:
+            _ask_for(keys + _place(args, table, kv_head, position + length), block_tokens * stride)
+        _ask_for(values + place, length * stride)
+        for t in range(0, length, 4):
+            rows, out = keys + place + t * stride, scores + (position - begin + t) * 4
+            if is_f32 != 0:
+                dot_rows(
+                    F32, rows, stride, queries, head_padded, group, head_padded, out, SCORES_STRIDE
+                )
+            else:
+                dot_rows(
+                    BF16,
+                    rows,
+                    stride,
+                    queries,
+                    head_padded,
+                    group,
+                    head_padded,
+                    out,
+                    SCORES_STRIDE,
+                )
+        position += length
+
+
+@njit(nogil=True, error_model="numpy")
+def _mix_span(
+    args: int, table: int, kv_head: int, begin: int, end: int, shares: int, mixed: int
+) -> None:
+    """mixed [group, head_padded] = shares @ values of positions [begin, end)."""
+    group, head_padded = hw.load_i64(args, _GROUP), hw.load_i64(args, _HEAD_PADDED)
+    values, block_tokens = hw.load_i64(args, _V_BLOCKS), hw.load_i64(args, _BLOCK_TOKENS)
+    is_f32 = hw.load_i64(args, _KV_IS_F32)
+    for i in range(group * head_padded):
+        hw.store_f32(mixed, i, _ZERO)
+    position = begin
+    while position < end:
+        length = min(block_tokens - position % block_tokens, end - position)
+        rows = values + _place(args, table, kv_head, position)
+        part = shares + (position - begin) * 4
+        if is_f32 != 0:
+            _mix_rows(F32, part, group, rows, head_padded * 4, length, mixed, head_padded, 4)
+        else:
+            _mix_rows(BF16, part, group, rows, head_padded * 2, length, mixed, head_padded, 2)
+        position += length
+
+
 def attend_split_kernel(args: int, chunk: int, thread: int) -> None:
     """Partial results of the items of one chunk."""
-    q, q_stride = hw.load_i64(args, _Q), hw.load_i64(args, _Q_STRIDE)
-    k_blocks, v_blocks = hw.load_i64(args, _K_BLOCKS), hw.load_i64(args, _V_BLOCKS)
-    block_tables, table_stride = hw.load_i64(args, _TABLES), hw.load_i64(args, _TABLE_STRIDE)
-    positions, row_starts = hw.load_i64(args, _POSITIONS), hw.load_i64(args, _ROW_STARTS)
-    num_rows, partials = hw.load_i64(args, _NUM_ROWS), hw.load_i64(args, _PARTIALS)
     group, num_kv_heads = hw.load_i64(args, _GROUP), hw.load_i64(args, _NUM_KV_HEADS)
-    head_dim, head_padded = hw.load_i64(args, _HEAD_DIM), hw.load_i64(args, _HEAD_PADDED)
-    block_tokens, kv_is_f32 = hw.load_i64(args, _BLOCK_TOKENS), hw.load_i64(args, _KV_IS_F32)
-    num_splits, first_token = hw.load_i64(args, _NUM_SPLITS), hw.load_i64(args, _FIRST_TOKEN)
+    head_padded, num_splits = hw.load_i64(args, _HEAD_PADDED), hw.load_i64(args, _NUM_SPLITS)
     queries = hw.load_i64(args, _SCRATCH) + thread * hw.load_i64(args, _SCRATCH_FLOATS) * 4
     scores = queries + group * head_padded * 4
-    scale = np.float32(hw.load_f64(args, _SCALE))
-    element_bytes = 4 if kv_is_f32 != 0 else 2
-    stride_bytes = head_padded * element_bytes
     per_chunk = hw.load_i64(args, _ITEMS_PER_CHUNK)
     num_items = hw.load_i64(args, _NUM_TOKENS) * num_kv_heads * num_splits
-    first_item = chunk * per_chunk
-    last_item = min(first_item + per_chunk, num_items)
-    for item in range(first_item, last_item):
+    for item in range(chunk * per_chunk, min((chunk + 1) * per_chunk, num_items)):
         split, pair = item % num_splits, item // num_splits
-        kv_head, token = pair % num_kv_heads, first_token + pair // num_kv_heads
+        kv_head = pair % num_kv_heads
+        token = hw.load_i64(args, _FIRST_TOKEN) + pair // num_kv_heads
         begin = split * SPLIT_TOKENS
-        end = min(begin + SPLIT_TOKENS, np.int64(hw.load_i32(positions, token)) + 1)
+        position = np.int64(hw.load_i32(hw.load_i64(args, _POSITIONS), token))
+        end = min(begin + SPLIT_TOKENS, position + 1)
         if begin >= end:
             continue
-        table = block_tables + _row_of(token, row_starts, num_rows) * table_stride * 4
-        for g in range(group):
-            source = q + (token * q_stride + (kv_head * group + g) * head_dim) * 2
-            target = queries + g * head_padded * 4
-            for i in range(head_dim):
-                hw.store_f32(target, i, hw.load_bf16(source, i) * scale)
-            for i in range(head_dim, head_padded):
-                hw.store_f32(target, i, _ZERO)
-        position = begin
-        while position < end:
-            offset = position % block_tokens
-            length = min(block_tokens - offset, end - position)
-            block = np.int64(hw.load_i32(table, position // block_tokens))
-            place = ((block * num_kv_heads + kv_head) * block_tokens + offset) * stride_bytes
-            for t in range(0, length, 4):
-                keys = k_blocks + place + t * stride_bytes
-                s = scores + (position - begin + t) * 4
-                if kv_is_f32 != 0:
-                    dot_rows(F32, keys, stride_bytes, queries, head_padded, group, head_padded, s, _SCORES_STRIDE)
-                else:
-                    dot_rows(BF16, keys, stride_bytes, queries, head_padded, group, head_padded, s, _SCORES_STRIDE)
-            position += length
-        mixed = partials + item * group * (head_padded + 2) * 4
+        row = _row_of(token, hw.load_i64(args, _ROW_STARTS), hw.load_i64(args, _NUM_ROWS))
+        table = hw.load_i64(args, _TABLES) + row * hw.load_i64(args, _TABLE_STRIDE) * 4
+        _load_queries(args, token, kv_head, queries)
+        _score_span(args, table, kv_head, begin, end, queries, scores)
+        mixed = hw.load_i64(args, _PARTIALS) + item * group * (head_padded + 2) * 4
         ends = mixed + group * head_padded * 4
         for g in range(group):
-            highest, total = _softmax_shares(scores + g * _SCORES_STRIDE * 4, end - begin)
+            highest, total = _softmax_shares(scores + g * SCORES_STRIDE * 4, end - begin)
             hw.store_f32(ends, 2 * g, highest)
             hw.store_f32(ends, 2 * g + 1, total)
-        for i in range(group * head_padded):
-            hw.store_f32(mixed, i, _ZERO)
-        position = begin
-        while position < end:
-            offset = position % block_tokens
-            length = min(block_tokens - offset, end - position)
-            block = np.int64(hw.load_i32(table, position // block_tokens))
-            place = ((block * num_kv_heads + kv_head) * block_tokens + offset) * stride_bytes
-            shares = scores + (position - begin) * 4
-            if kv_is_f32 != 0:
-                _mix_rows(F32, shares, group, v_blocks + place, stride_bytes, length, mixed, head_padded, 4)
-            else:
-                _mix_rows(BF16, shares, group, v_blocks + place, stride_bytes, length, mixed, head_padded, 2)
-            position += length
+        _mix_span(args, table, kv_head, begin, end, scores, mixed)
 
 
 def attend_join_kernel(args: int, chunk: int, thread: int) -> None:
@@ -221,11 +273,11 @@ def attend_join_kernel(args: int, chunk: int, thread: int) -> None:
 @compiled
 def attend_few(
     state: int, split_kernel: int, join_kernel: int, num_chunks: int, scale: float,
-    q: int, q_stride: int, k_blocks: int, v_blocks: int, block_tables: int, table_stride: int,
-    positions: int, row_starts: int, num_rows: int, scratch: int, scratch_floats: int,
-    partials: int, out: int, group: int, num_kv_heads: int, head_dim: int, head_padded: int,
-    block_tokens: int, kv_is_f32: int, num_splits: int, first_token: int, num_tokens: int,
-    items_per_chunk: int,
+    q: int, q_stride: int, block_tables: int, table_stride: int, positions: int,
+    row_starts: int, num_rows: int, scratch: int, scratch_floats: int, partials: int, out: int,
+    group: int, k_blocks: int, v_blocks: int, num_kv_heads: int, head_dim: int,
+    head_padded: int, block_tokens: int, kv_is_f32: int, num_splits: int, first_token: int,
+    num_tokens: int, items_per_chunk: int,
 ) -> None:  # fmt: skip
     """Both passes over tokens [first_token, first_token + num_tokens)."""
     args = state + ARGS

@@ -15,13 +15,13 @@ from numba import njit
 
 from headwater.numerics import cpu_intrinsics as hw
 
-_ONE = np.float32(1)
-_LOG2_E = np.float32(1.4426950408889634)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_EXP_MIN, _EXP_MAX = np.float32(-87.0), np.float32(88.0)
-_HALF = np.float32(0.5)
+_ONE = hw.f32(1)
+_LOG2_E = hw.f32(1.4426950408889634)
+_LN2_HIGH, _LN2_LOW = hw.f32(0.693359375), hw.f32(-2.12194440e-4)
+_EXP_MIN, _EXP_MAX = hw.f32(-87.0), hw.f32(88.0)
+_HALF = hw.f32(0.5)
 # exp(r) on |r| <= ln(2) / 2 by its Taylor series to r^6: relative error below 2e-7.
-_C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
+_C2, _C3, _C4, _C5, _C6 = (hw.f32(1 / n) for n in (2, 6, 24, 120, 720))
 
 
 @njit(nogil=True, error_model="numpy")
@@ -125,9 +125,13 @@ def rotate_kernel(args: int, chunk: int, thread: int) -> None:
     for token in range(begin, end):
         angle = hw.load_i32(positions, token) * half * 4
         for head in range(num_heads):
-            _rotate_head(q + (token * q_stride + head * head_dim) * 2, cos + angle, sin + angle, half)
+            _rotate_head(
+                q + (token * q_stride + head * head_dim) * 2, cos + angle, sin + angle, half
+            )
         for head in range(num_kv_heads):
-            _rotate_head(k + (token * k_stride + head * head_dim) * 2, cos + angle, sin + angle, half)
+            _rotate_head(
+                k + (token * k_stride + head * head_dim) * 2, cos + angle, sin + angle, half
+            )
 
 
 def store_kv_kernel(args: int, chunk: int, thread: int) -> None:

@@ -1,8 +1,8 @@
 """The few machine operations that numba lacks, for kernels that work on raw addresses.
 
 Loads and stores by address (bfloat16 as uint16 bits), atomics, a pause hint, a
-call through a function pointer, and ``dot_tile``: the vector inner loop under
-every matrix kernel of this room. Knows no shapes of models. Used by ``cpu_*`` only.
+call through a function pointer, a hint for memory ahead. Knows no shapes of models.
+Used by ``cpu_*`` only.
 
 Kernels take addresses instead of arrays: a call then costs well under a
 microsecond, and there is exactly one specialisation of each to compile.
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import TypeAlias
 
+import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import base, cgutils, typing
@@ -34,9 +35,6 @@ HOST_FEATURES = frozenset(name for name, on in binding.get_host_cpu_features().i
 # Float32 lanes of a vector. Two AVX2 or NEON registers make one 8-lane vector
 # well enough; 16 lanes would spill there.
 LANES = 16 if "avx512f" in HOST_FEATURES else 8
-# How far ahead of its loads a matrix kernel asks for memory. Without it one core
-# reads 8 instead of 11.5 GB/s, and several tokens' arithmetic hides nothing.
-PREFETCH_BYTES = 6_144
 
 
 class Kind(IntEnum):
@@ -47,14 +45,20 @@ class Kind(IntEnum):
     F32 = 2
 
 
+def f32(value: float) -> float:
+    """A float32 constant for kernels: a plain float would widen their arithmetic to float64."""
+    constant: float = np.float32(value)  # type: ignore[assignment]  # kernels see it as a float
+    return constant
+
+
 # ---- loads and stores: address[index] -----------------------------------------------
 
 
-def _element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, of: ir.Type) -> ir.Value:
+def element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, of: ir.Type) -> ir.Value:
     return builder.gep(builder.inttoptr(address, of.as_pointer()), [index])
 
 
-def _widen_bf16(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+def widen_bf16(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """bfloat16 bits, scalar or vector, to float32: they are the upper half of the word."""
     if isinstance(bits.type, ir.VectorType):
         count = bits.type.count
@@ -76,14 +80,14 @@ def _round_to_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 def _load(of: ir.Type) -> Lower:
     def lower(_ctx: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
-        return builder.load(_element(builder, args[0], args[1], of))
+        return builder.load(element(builder, args[0], args[1], of))
 
     return lower
 
 
 def _store(of: ir.Type) -> Lower:
     def lower(ctx: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
-        builder.store(args[2], _element(builder, args[0], args[1], of))
+        builder.store(args[2], element(builder, args[0], args[1], of))
         return ctx.get_dummy_value()
 
     return lower
@@ -124,7 +128,7 @@ def load_bf16(_ctx: Typing, address: Type, index: Type) -> Typed:
     """The bfloat16 at ``address[index]`` as float32."""
 
     def lower(_context: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
-        return _widen_bf16(builder, builder.load(_element(builder, args[0], args[1], I16)))
+        return widen_bf16(builder, builder.load(element(builder, args[0], args[1], I16)))
 
     return types.float32(types.int64, types.int64), lower
 
@@ -159,8 +163,20 @@ def store_bf16(_ctx: Typing, address: Type, index: Type, value: Type) -> Typed:
     """Round the float32 ``value`` to ``address[index]``."""
 
     def lower(ctx: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
-        target = _element(builder, args[0], args[1], I16)
+        target = element(builder, args[0], args[1], I16)
         builder.store(_round_to_bf16(builder, args[2]), target)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), lower
+
+
+@intrinsic
+def store_exact_bf16(_ctx: Typing, address: Type, index: Type, value: Type) -> Typed:
+    """The float32 ``value``, which bfloat16 can hold exactly, to ``address[index]``."""
+
+    def lower(ctx: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
+        word = builder.lshr(builder.bitcast(args[2], I32), I32(16))
+        builder.store(builder.trunc(word, I16), element(builder, args[0], args[1], I16))
         return ctx.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32), lower
@@ -172,6 +188,29 @@ def f32_from_bits(_ctx: Typing, bits: Type) -> Typed:
         return builder.bitcast(args[0], F32)
 
     return types.float32(types.int32), lower
+
+
+# ---- memory ahead --------------------------------------------------------------------
+
+
+def lower_prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the cache line at ``address``; an address that is not mapped is harmless."""
+    byte = I8.as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    ask = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    # A read, to be kept in all cache levels, of data.
+    builder.call(ask, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
+
+
+@intrinsic
+def prefetch(_ctx: Typing, address: Type) -> Typed:
+    """Ask for the cache line at ``address``, mapped or not."""
+
+    def lower(ctx: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
+        lower_prefetch(builder, args[0])
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64), lower
 
 
 # ---- threads ------------------------------------------------------------------------
@@ -263,207 +302,3 @@ def call_kernel(_ctx: Typing, function: Type, args: Type, chunk: Type, thread: T
         return ctx.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), lower
-
-
-# ---- the vector inner loop ----------------------------------------------------------
-
-
-def _load_lanes(builder: ir.IRBuilder, address: ir.Value, kind: Kind) -> ir.Value:
-    """LANES consecutive elements as float32."""
-    of = {Kind.BF16: I16, Kind.INT8: I8, Kind.F32: F32}[kind]
-    pointer = builder.inttoptr(address, ir.VectorType(of, LANES).as_pointer())
-    lanes = builder.load(pointer, align={Kind.BF16: 2, Kind.INT8: 1, Kind.F32: 4}[kind])
-    if kind is Kind.BF16:
-        return _widen_bf16(builder, lanes)
-    if kind is Kind.INT8:
-        word = builder.sext(lanes, ir.VectorType(I32, LANES))
-        return builder.sitofp(word, ir.VectorType(F32, LANES))
-    return lanes
-
-
-def _sums(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """The lane sums of up to LANES vectors (a power of two), in the lanes of one vector.
-
-    Vectors are packed as they shrink, but each is always summed by the same
-    halving tree (i with i + LANES/2, then LANES/4, ...), so a sum's bits do not
-    depend on how many vectors are summed together.
-    """
-    segment = LANES  # lanes per vector still to be summed
-    while segment > 1:
-        half = segment // 2
-        starts = range(0, LANES, segment)
-        low = [start + i for start in starts for i in range(half)]
-        high = [lane + half for lane in low]
-        if len(vectors) == 1:
-            pairs = [(vectors[0], vectors[0])]
-        else:
-            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
-        vectors = []
-        for first, second in pairs:
-            halves = [
-                builder.shuffle_vector(
-                    first,
-                    second,
-                    ir.Constant(
-                        ir.VectorType(I32, LANES), lanes + [LANES + lane for lane in lanes]
-                    ),
-                )
-                for lanes in (low, high)
-            ]
-            vectors.append(builder.fadd(halves[0], halves[1]))
-        segment = half
-    return vectors[0]
-
-
-def _multiply_add(builder: ir.IRBuilder) -> ir.Function:
-    """a * b + c on vectors, fused where the machine can."""
-    vector = ir.VectorType(F32, LANES)
-    signature = ir.FunctionType(vector, [vector] * 3)
-    return cgutils.get_or_insert_function(builder.module, signature, f"llvm.fmuladd.v{LANES}f32")
-
-
-def _spread(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """``value`` in every lane."""
-    undefined = ir.Constant(ir.VectorType(F32, LANES), ir.Undefined)
-    first = builder.insert_element(undefined, value, I32(0))
-    lanes = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
-    return builder.shuffle_vector(first, undefined, lanes)
-
-
-def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for the cache line at ``address``; an address that is not mapped is harmless."""
-    byte = I8.as_pointer()
-    signature = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-    ask = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-    # A read, to be kept in all cache levels, of data.
-    builder.call(ask, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
-
-
-@intrinsic
-def prefetch(_ctx: Typing, address: Type) -> Typed:
-    """Ask for the cache line at ``address``, mapped or not."""
-
-    def lower(ctx: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
-        _prefetch(builder, args[0])
-        return ctx.get_dummy_value()
-
-    return types.void(types.int64), lower
-
-
-@intrinsic(prefer_literal=True)
-def dot_tile(
-    _ctx: Typing,
-    kind: Type,
-    num_rows: Type,
-    num_tokens: Type,
-    weights: Type,
-    weights_stride: Type,
-    x: Type,
-    x_stride: Type,
-    length: Type,
-    out: Type,
-    out_stride: Type,
-) -> Typed:
-    """out[t, r] = sum over i < length of weights[r, i] * x[t, i], for a tile of rows and tokens.
-
-    ``kind``, ``num_rows`` and ``num_tokens`` are literals: the tile's sums live in
-    num_rows * num_tokens vector registers. ``weights`` has elements of ``kind``, x and
-    out are float32; ``weights_stride`` is in bytes, the other strides in elements;
-    ``length`` is a multiple of LANES. Each sum's bits depend on its own row and token
-    only, not on the tile.
-    """
-    kind_value = Kind(kind.literal_value)
-    rows, tokens = range(num_rows.literal_value), range(num_tokens.literal_value)
-    element_bytes = {Kind.BF16: 2, Kind.INT8: 1, Kind.F32: 4}[kind_value]
-    vector = ir.VectorType(F32, LANES)
-
-    def lower(ctx: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
-        weights, weights_stride, x, x_stride, length, out, out_stride = args[3:]
-        fma = _multiply_add(builder)
-        x_stride = builder.mul(x_stride, I64(4))
-        row_starts = [builder.add(weights, builder.mul(weights_stride, I64(r))) for r in rows]
-        token_starts = [builder.add(x, builder.mul(x_stride, I64(t))) for t in tokens]
-        zero = ir.Constant(vector, [0.0] * LANES)
-        sums = {(t, r): cgutils.alloca_once_value(builder, zero) for t in tokens for r in rows}
-        with cgutils.for_range_slice(builder, I64(0), length, I64(LANES), intp=I64) as (i, _):
-            offset, x_offset = builder.mul(i, I64(element_bytes)), builder.mul(i, I64(4))
-            lanes = [_load_lanes(builder, builder.add(w, offset), kind_value) for w in row_starts]
-            # Weight rows follow one another, so a fixed distance ahead is a later row.
-            for w in row_starts:
-                later = builder.add(builder.add(w, offset), I64(PREFETCH_BYTES))
-                _prefetch(builder, later)
-            for t in tokens:
-                x_lanes = _load_lanes(builder, builder.add(token_starts[t], x_offset), Kind.F32)
-                for r in rows:
-                    total = builder.call(fma, [lanes[r], x_lanes, builder.load(sums[t, r])])
-                    builder.store(total, sums[t, r])
-        _store_sums(builder, [builder.load(total) for total in sums.values()], out, out_stride, rows)
-        return ctx.get_dummy_value()
-
-    operands = [kind, num_rows, num_tokens] + [types.int64] * 7
-    return types.void(*operands), lower
-
-
-def _store_sums(
-    builder: ir.IRBuilder, vectors: Values, out: ir.Value, out_stride: ir.Value, rows: range
-) -> None:
-    """Store the lane sums of ``vectors`` (token-major) to out[token, row]."""
-    num_rows = len(rows)
-    for group_start in range(0, len(vectors), LANES):
-        group = vectors[group_start : group_start + LANES]
-        packed = group + [group[0]] * ((1 << (len(group) - 1).bit_length()) - len(group))
-        sums = _sums(builder, packed)
-        for first in range(0, len(group), num_rows):
-            token = (group_start + first) // num_rows
-            index = builder.mul(out_stride, I64(token))
-            for r in rows:
-                value = builder.extract_element(sums, I32(first + r))
-                builder.store(value, _element(builder, out, builder.add(index, I64(r)), F32))
-
-
-@intrinsic(prefer_literal=True)
-def mix_tile(
-    _ctx: Typing,
-    kind: Type,
-    num_mixes: Type,
-    shares: Type,
-    shares_stride: Type,
-    values: Type,
-    values_stride: Type,
-    length: Type,
-    out: Type,
-    out_stride: Type,
-) -> Typed:
-    """out[m, :LANES] += sum over t < length of shares[m, t] * values[t, :LANES].
-
-    ``kind`` and ``num_mixes`` are literals; ``values`` has elements of ``kind``, the rest
-    is float32; ``values_stride`` is in bytes, the other strides in elements.
-    """
-    kind_value, mixes = Kind(kind.literal_value), range(num_mixes.literal_value)
-    vector = ir.VectorType(F32, LANES)
-
-    def lower(ctx: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
-        shares, shares_stride, values, values_stride, length, out, out_stride = args[2:]
-        fma = _multiply_add(builder)
-        targets = [
-            builder.inttoptr(
-                builder.add(out, builder.mul(out_stride, I64(4 * m))), vector.as_pointer()
-            )
-            for m in mixes
-        ]
-        totals = [
-            cgutils.alloca_once_value(builder, builder.load(target, align=4)) for target in targets
-        ]
-        with cgutils.for_range_slice(builder, I64(0), length, I64(1), intp=I64) as (t, _):
-            row = builder.add(values, builder.mul(values_stride, t))
-            lanes = _load_lanes(builder, row, kind_value)
-            for m in mixes:
-                index = builder.add(builder.mul(shares_stride, I64(m)), t)
-                share = builder.load(_element(builder, shares, index, F32))
-                spread = _spread(builder, share)
-                builder.store(builder.call(fma, [spread, lanes, builder.load(totals[m])]), totals[m])
-        for target, total in zip(targets, totals, strict=True):
-            builder.store(builder.load(total), target, align=4)
-        return ctx.get_dummy_value()
-
-    return types.void(kind, num_mixes, *[types.int64] * 7), lower

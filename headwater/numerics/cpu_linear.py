@@ -14,12 +14,13 @@ import numpy as np
 from numba import literally, njit
 
 from headwater.numerics import cpu_intrinsics as hw
+from headwater.numerics import cpu_loops as loops
 from headwater.numerics.cpu_team import ARGS, compiled, run
 
 BF16, INT8, F32 = (int(kind) for kind in hw.Kind)
 PAD_IN = 32
 PAD_OUT = 4
-_ZERO = np.float32(0)
+_ZERO = hw.f32(0)
 # Tiles of 8 tokens pay where 16 sums fit the registers and 8 rows of x the first cache.
 _WIDE_TILE_MAX_IN = 1_024 if hw.LANES == 16 else 0
 
@@ -40,22 +41,30 @@ def dot_rows(
         x_t, out_t = x + done * x_stride * 4, out + done * out_stride * 4
         if left >= 8 and length <= _WIDE_TILE_MAX_IN:
             low, high = weights, weights + 2 * stride_bytes
-            hw.dot_tile(kind, 2, 8, low, stride_bytes, x_t, x_stride, length, out_t, out_stride)
-            hw.dot_tile(
+            loops.dot_tile(kind, 2, 8, low, stride_bytes, x_t, x_stride, length, out_t, out_stride)
+            loops.dot_tile(
                 kind, 2, 8, high, stride_bytes, x_t, x_stride, length, out_t + 8, out_stride
             )
             done += 8
         elif left >= 4:
-            hw.dot_tile(kind, 4, 4, weights, stride_bytes, x_t, x_stride, length, out_t, out_stride)
+            loops.dot_tile(
+                kind, 4, 4, weights, stride_bytes, x_t, x_stride, length, out_t, out_stride
+            )
             done += 4
         elif left == 3:
-            hw.dot_tile(kind, 4, 3, weights, stride_bytes, x_t, x_stride, length, out_t, out_stride)
+            loops.dot_tile(
+                kind, 4, 3, weights, stride_bytes, x_t, x_stride, length, out_t, out_stride
+            )
             done += 3
         elif left == 2:
-            hw.dot_tile(kind, 4, 2, weights, stride_bytes, x_t, x_stride, length, out_t, out_stride)
+            loops.dot_tile(
+                kind, 4, 2, weights, stride_bytes, x_t, x_stride, length, out_t, out_stride
+            )
             done += 2
         else:
-            hw.dot_tile(kind, 4, 1, weights, stride_bytes, x_t, x_stride, length, out_t, out_stride)
+            loops.dot_tile(
+                kind, 4, 1, weights, stride_bytes, x_t, x_stride, length, out_t, out_stride
+            )
             done += 1
 
 

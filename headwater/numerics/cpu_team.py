@@ -16,11 +16,12 @@ the call's function and arguments are stable while a thread works on it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import TypeVar
@@ -176,11 +177,24 @@ def launch(
     run(state, function, num_chunks)
 
 
+# Kinds of recorded calls.
+LAUNCH, LINEAR_FEW, LINEAR_TILES, ATTEND_FEW = range(4)
+
+
+class Tape:
+    """The kernel calls of a body while it is being recorded (``cpu_program``)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, tuple[int | float, ...]]] = []
+        self.is_spoilt = False  # something was computed that no recorded call repeats
+
+
 class Team:
     """``num_threads`` threads, the caller's included. Calls come from one thread at a time."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
+        self._tape: Tape | None = None
         self._block = np.zeros(_STATE_BYTES + 64, np.uint8)
         skip = -self._block.ctypes.data % 64
         self._words = self._block[skip : skip + _STATE_BYTES].view(np.int64)
@@ -204,7 +218,27 @@ class Team:
 
     def launch(self, kernel: Kernel, num_chunks: int, real: float, *args: int) -> None:
         """Run ``kernel`` over chunks [0, num_chunks), at most MAX_CHUNKS, and wait for all."""
+        self.record(LAUNCH, kernel.address, num_chunks, real, *args)
         launch(self.state, kernel.address, num_chunks, real, *args, *_ZEROS[len(args) :])
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Tape]:
+        """Until the end of the block, calls are written down as well as made."""
+        self._tape = Tape()
+        try:
+            yield self._tape
+        finally:
+            self._tape = None
+
+    def record(self, kind: int, *arguments: int | float) -> None:
+        """Note a call that the caller makes itself."""
+        if self._tape is not None:
+            self._tape.calls.append((kind, arguments))
+
+    def spoil(self) -> None:
+        """Note that something is about to be computed outside the recorded calls."""
+        if self._tape is not None:
+            self._tape.is_spoilt = True
 
     def park(self, parked: bool) -> None:
         """While parked, helpers without work sleep at once: another library wants the cores."""

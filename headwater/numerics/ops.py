@@ -12,6 +12,7 @@ KV of one layer is opaque to everyone but the implementation that allocated it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -84,6 +85,21 @@ class Ops(Protocol):
         """Compile or load every kernel now, so that the first request does not wait for it."""
         ...
 
+    def replay(
+        self,
+        body: Callable[[Tensor, RaggedBatch], Tensor],
+        x: Tensor,
+        kv: Sequence[LayerKV],
+        batch: RaggedBatch,
+    ) -> Tensor:
+        """``body(x, batch)``: [T, H] -> [T, H], reading and writing ``kv``.
+
+        ``body`` may only call these ops and make views, may overwrite ``x``, and must
+        always be the same for one ``kv``: the implementation may record its kernel
+        calls and repeat them for later batches of the same shape.
+        """
+        ...
+
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None, weight_format: WeightFormat
     ) -> PackedLinear:
@@ -125,7 +141,11 @@ class Ops(Protocol):
         ...
 
     def allocate_kv(
-        self, num_blocks: int, block_tokens: int, num_kv_heads: int, head_dim: int,
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
         kv_format: KVFormat,
     ) -> LayerKV:
         """Zeroed KV for one layer."""

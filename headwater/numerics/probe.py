@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headwater.numerics.cpu_memory import Arena
+
 _READ_BYTES = 256 << 20
 _GEMM_SIZE = 2_048
 # Each rate is the best of the tries that fit this time: other processes only slow one down.
@@ -42,10 +44,14 @@ def best_time_s(work: Callable[[], object], limit_s: float = _TRY_S) -> float:
 
 
 def read_gb_per_s(num_threads: int) -> float:
-    """Streaming read of 256 MB, far more than a share of any cache that is ours."""
+    """Streaming read of 256 MB, far more than a share of any cache that is ours.
+
+    From large pages, like our weights: in small ones a virtual machine may read at half
+    the rate, which would be a bound that is easy to beat.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    words = torch.ones(_READ_BYTES // 4)
+    words = Arena().zeros((_READ_BYTES // 4,), torch.float32).fill_(1)
     best_s = best_time_s(words.sum)
     torch.set_num_threads(before)
     return _READ_BYTES / best_s / 1e9

@@ -7,6 +7,7 @@ class, with bfloat16 activations, is what serves.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +110,15 @@ class ReferenceOps:
         self.linear(torch.ones(2, 16, device=self._device, dtype=self._act_dtype), packed)
 
     # ---- linear ---------------------------------------------------------------------
+
+    def replay(
+        self,
+        body: Callable[[Tensor, RaggedBatch], Tensor],
+        x: Tensor,
+        kv: Sequence[LayerKV],
+        batch: RaggedBatch,
+    ) -> Tensor:
+        return body(x, batch)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None, weight_format: WeightFormat

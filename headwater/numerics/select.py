@@ -39,7 +39,9 @@ _INSTRUCTION_SETS = {
 
 def usable_cores() -> int:
     """Cores this process may use: its affinity, and the CPU quota of its control group."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = _cgroup_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))
 

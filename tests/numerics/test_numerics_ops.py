@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwater.core.errors import ConfigError
-from headwater.numerics.cpu import FEW_QUERIES, FEW_ROWS, CpuOps
-from headwater.numerics.cpu_intrinsics import Kind
+from headwater.numerics.cpu import CpuOps
+from headwater.numerics.cpu_amx import tiles_available
+from headwater.numerics.cpu_kv import FEW_QUERIES
 from headwater.numerics.ops import KVFormat, RaggedBatch, WeightFormat
 from headwater.numerics.reference import ReferenceOps
 
@@ -28,9 +29,19 @@ HALF_ULP = 2.0**-8
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 
 
-@pytest.fixture(scope="module")
-def fast() -> Iterator[CpuOps]:
-    ops = CpuOps(num_threads=2)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="vectors"),
+        pytest.param(
+            True,
+            id="tiles",
+            marks=pytest.mark.skipif(not tiles_available(), reason="this CPU has no AMX tiles"),
+        ),
+    ],
+)
+def fast(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
+    ops = CpuOps(num_threads=2, tiles=request.param)
     yield ops
     ops.close()
 
@@ -52,8 +63,8 @@ def assert_close(got: Tensor, want: Tensor, *, relative: float, absolute: float)
 @FEW
 @given(
     seed=st.integers(0, 2**31),
-    num_tokens=st.integers(1, 40),
-    in_features=st.integers(1, 200),
+    num_tokens=st.one_of(st.integers(1, 40), st.integers(60, 300)),
+    in_features=st.one_of(st.integers(1, 200), st.sampled_from([32, 64, 576, 1536])),
     out_features=st.integers(1, 200),
     bias=st.booleans(),
     weight_format=st.sampled_from([WeightFormat.BF16, WeightFormat.INT8]),
@@ -69,9 +80,9 @@ def test_linear_and_logits_equal_the_reference_on_any_shape(
     want = REFERENCE.linear(x.float(), REFERENCE.pack_linear(weight, offset, weight_format))
     packed = fast.pack_linear(weight, offset, weight_format)
     assert (packed.out_features, packed.in_features) == (out_features, in_features)
-    # Few rows are float32 up to the result. Many rows round the bias and, for int8, each
-    # dequantised weight to bfloat16: independent errors, so they grow with sqrt(in).
-    exact = num_tokens <= FEW_ROWS[packed.kind]
+    # The hand-written kernels are float32 up to the result. The GEMM's operands are bfloat16:
+    # the bias and each dequantised weight are rounded, so the error grows with sqrt(in).
+    exact = num_tokens <= max(packed.vector_rows, packed.tile_rows)
     absolute = (1e-5 if exact else 1e-2) * (1 + in_features**0.5)
     assert_close(fast.linear(x, packed), want, relative=HALF_ULP, absolute=absolute)
     logits = fast.logits(x, packed)
@@ -97,13 +108,13 @@ def test_a_row_has_the_same_bits_alone_and_among_few(
 ) -> None:
     generator = torch.Generator().manual_seed(2)
     packed = fast.pack_linear(torch.randn(520, 576, generator=generator), None, weight_format)
-    x = bf16(generator, FEW_ROWS[packed.kind], 576)
+    x = bf16(generator, packed.vector_rows, 576)
     together = fast.logits(x, packed)
     for row in range(x.shape[0]):
         assert torch.equal(fast.logits(x[row : row + 1], packed)[0], together[row])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 64])
+@pytest.mark.parametrize("num_tokens", [1, 20, 300])
 def test_int8_logits_stay_near_those_of_bf16(fast: CpuOps, num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(2_000, 576, generator=generator)
@@ -241,7 +252,10 @@ def case_of(rows: list[tuple[int, int]], block_tokens: int, generator: torch.Gen
     shuffled = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
     # Two unused columns: entries past a row's context are 0, a block of somebody else.
     tables = torch.zeros(len(rows), max(blocks_per_row) + 2, dtype=torch.int32)
-    starts, positions, slots, all_slots, taken = [0], [], [], [], 0
+    starts, taken = [0], 0
+    positions: list[int] = []
+    slots: list[int] = []
+    all_slots: list[int] = []
     for row, (num_new, context) in enumerate(rows):
         tables[row, : blocks_per_row[row]] = shuffled[taken : taken + blocks_per_row[row]]
         taken += blocks_per_row[row]
@@ -377,8 +391,34 @@ def test_the_reference_shares_its_definitions_with_its_formats() -> None:
     assert kv.k.nbytes + kv.v.nbytes == 3 * 16 * REFERENCE.kv_bytes_per_token(2, 20, KVFormat.BF16)
 
 
-@pytest.mark.parametrize("kind", [Kind.BF16, Kind.INT8])
-def test_warm_up_touches_every_kernel(fast: CpuOps, kind: Kind) -> None:
+def test_warm_up_runs_and_kernels_says_what_serves(fast: CpuOps) -> None:
     fast.warm_up()
-    assert all(fast.kernels().values())
-    assert FEW_ROWS[kind] >= 1
+    assert fast.kernels().keys() >= {"linear bf16", "linear int8", "elementwise"}
+    uses_tiles = "AMX" in fast.kernels()["linear bf16"]
+    assert uses_tiles == (
+        fast.pack_linear(torch.zeros(4, 32), None, WeightFormat.BF16).tile_rows > 0
+    )
+
+
+@pytest.mark.skipif(tiles_available(), reason="this CPU has AMX tiles")
+def test_asking_for_tiles_without_them_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="no AMX tiles"):
+        CpuOps(num_threads=1, tiles=True)
+
+
+@pytest.mark.parametrize("act_dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_runs_in_the_dtype_it_was_asked_for(act_dtype: torch.dtype) -> None:
+    ops = ReferenceOps("cpu", act_dtype)
+    ops.warm_up()
+    generator = torch.Generator().manual_seed(9)
+    case = case_of([(1, 40), (20, 33)], 16, generator)
+    kv = ops.allocate_kv(case.num_blocks, 16, 2, 32, KVFormat.BF16)
+    keys = bf16(generator, case.all_slots.shape[0], 2, 32).to(act_dtype)
+    ops.store_kv(keys, keys, kv, case.all_slots)
+    q = bf16(generator, 21, 4, 32).to(act_dtype)
+    assert ops.attend(q, kv, case.batch, 0.2).dtype == act_dtype
+    for weight_format in WeightFormat:
+        packed = ops.pack_linear(torch.randn(8, 32, generator=generator), None, weight_format)
+        assert ops.linear(q[:, 0], packed).dtype == act_dtype
+        assert ops.logits(q[:, 0], packed).dtype == torch.float32
+        assert ops.embed(torch.tensor([7]), packed).dtype == act_dtype

@@ -1,0 +1,255 @@
+"""Paged KV on a CPU: how a layer's blocks lie in memory, and which kernel attends to them.
+
+    queries of a row   kernel
+    few                paged vector kernel, one query at a time (decode, drafts)
+    more               AMX tiles straight from the blocks, where the machine and shape allow
+                       else gathered for torch's flash attention
+
+A block is [K, block_tokens, head_padded] for keys and the same for values, so that a
+head's keys of a block are one run of memory. Used by ``cpu.py`` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwater.numerics import cpu_amx, cpu_amx_attention, cpu_attention, cpu_elementwise
+from headwater.numerics.cpu_attention import PAD_HEAD, SPLIT_TOKENS
+from headwater.numerics.cpu_matmul import padded
+from headwater.numerics.cpu_memory import Activations, Arena, Scratch
+from headwater.numerics.cpu_prefill import attend_chunk
+from headwater.numerics.cpu_team import ATTEND_FEW, MAX_CHUNKS, Kernel, Team
+from headwater.numerics.ops import KVFormat, RaggedBatch
+from headwater.numerics.reference import KV_DTYPES
+
+# Rows with at most this many queries go through the paged kernel.
+FEW_QUERIES = 8
+_STORE_ELEMENTS = 8_192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuKV:
+    """Keys and values [num_blocks, K, block_tokens, head_padded]."""
+
+    k: Tensor
+    v: Tensor
+    k_address: int
+    v_address: int
+    num_blocks: int
+    num_kv_heads: int
+    block_tokens: int
+    head_dim: int
+    head_padded: int
+    is_f32: int
+    fits_tiles: bool
+
+    # What the paged kernel wants to know, in its order.
+    arguments: tuple[int, int, int, int, int, int, int]
+
+
+def kv_bytes_per_token(num_kv_heads: int, head_dim: int, kv_format: KVFormat) -> int:
+    return 2 * num_kv_heads * padded(head_dim, PAD_HEAD) * KV_DTYPES[kv_format].itemsize
+
+
+class PagedAttention:
+    """Allocates a layer's KV, writes to it and attends over it."""
+
+    def __init__(
+        self, team: Team, scratch: Scratch, activations: Activations, *, tiles: bool
+    ) -> None:
+        """``tiles``: the process may use AMX tiles (``cpu_amx.tiles_available``)."""
+        self._team, self._scratch, self._activations = team, scratch, activations
+        self._arena = Arena()
+        self._store_kernel = Kernel(cpu_elementwise.store_kv_kernel)
+        self._split_kernel = Kernel(cpu_attention.attend_split_kernel)
+        self._join_kernel = Kernel(cpu_attention.attend_join_kernel)
+        self._tile_kernels = (
+            (
+                Kernel(cpu_amx_attention.transpose_values_kernel),
+                Kernel(cpu_amx_attention.attend_chunk_kernel),
+            )
+            if tiles
+            else None
+        )
+        self._tile_config = cpu_amx.tile_config()
+        self._future_keys = cpu_amx_attention.future_keys()
+        self._last_batch: RaggedBatch | None = None
+        self._last_arguments = (0, 0, 0, 0, 0)
+
+    def kernels(self) -> dict[str, str]:
+        chunk = "gather and torch flash attention"
+        if self._tile_kernels is not None:
+            chunk = f"AMX tile kernel (bf16 KV, head size a multiple of 32; else {chunk})"
+        return {
+            "attention, decode": f"paged kernel up to {FEW_QUERIES} queries of a row",
+            "attention, prefill": chunk,
+        }
+
+    def allocate(
+        self, num_blocks: int, block_tokens: int, num_kv_heads: int, head_dim: int,
+        kv_format: KVFormat,
+    ) -> CpuKV:  # fmt: skip
+        shape = (num_blocks, num_kv_heads, block_tokens, padded(head_dim, PAD_HEAD))
+        size = num_blocks * num_kv_heads * block_tokens * shape[3]
+        # A tile of 4 keys may read past the last block's last token.
+        slack = 4 * shape[3]
+        k, v = (self._arena.zeros((size + slack,), KV_DTYPES[kv_format]) for _ in range(2))
+        is_f32 = int(kv_format is KVFormat.FP32)
+        return CpuKV(
+            arguments=(
+                k.data_ptr(),
+                v.data_ptr(),
+                num_kv_heads,
+                head_dim,
+                shape[3],
+                block_tokens,
+                is_f32,
+            ),
+            k=k[:size].view(shape),
+            v=v[:size].view(shape),
+            k_address=k.data_ptr(),
+            v_address=v.data_ptr(),
+            num_blocks=num_blocks,
+            num_kv_heads=num_kv_heads,
+            block_tokens=block_tokens,
+            head_dim=head_dim,
+            head_padded=shape[3],
+            is_f32=is_f32,
+            fits_tiles=self._tile_kernels is not None
+            and kv_format is KVFormat.BF16
+            and head_dim % cpu_amx.TILE_DEPTH == 0
+            and head_dim <= cpu_amx_attention.MAX_HEAD_DIM
+            and block_tokens % cpu_amx.TILE_ROWS == 0,
+        )
+
+    def store(self, k: Tensor, v: Tensor, kv: CpuKV, slots: Tensor) -> None:
+        num_tokens, num_kv_heads, head_dim = k.shape
+        chunk = max(1, _STORE_ELEMENTS // (num_kv_heads * head_dim), -(-num_tokens // MAX_CHUNKS))
+        self._team.launch(
+            self._store_kernel,
+            -(-num_tokens // chunk),
+            0.0,
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            kv.k_address,
+            kv.v_address,
+            slots.data_ptr(),
+            num_kv_heads,
+            head_dim,
+            kv.head_padded,
+            kv.block_tokens,
+            kv.is_f32,
+            num_tokens,
+            chunk,
+        )
+
+    def attend(self, q: Tensor, kv: CpuKV, batch: RaggedBatch, scale: float) -> Tensor:
+        out = self._activations.empty(q.shape, torch.bfloat16)
+        if batch.max_row_tokens <= FEW_QUERIES:
+            self._attend_few(q, kv, batch, scale, out, 0, q.shape[0])
+            return out
+        self._team.spoil()
+        starts, contexts = batch.row_starts.tolist(), batch.context_lens.tolist()
+        few_from = 0  # tokens [few_from, start) are of rows with few queries, not yet done
+        for row, context in enumerate(contexts):
+            start, end = starts[row], starts[row + 1]
+            if end - start <= FEW_QUERIES:
+                continue
+            if few_from < start:
+                self._attend_few(q, kv, batch, scale, out, few_from, start)
+            table = batch.block_tables[row]
+            if kv.fits_tiles:
+                self._attend_tiles(q[start:end], kv, table, context, scale, out[start:end])
+            else:
+                blocks = table[: -(-context // kv.block_tokens)]
+                self._team.park(True)
+                out[start:end] = attend_chunk(q[start:end], kv.k, kv.v, blocks, context, scale)
+                self._team.park(False)
+            few_from = end
+        if few_from < q.shape[0]:
+            self._attend_few(q, kv, batch, scale, out, few_from, q.shape[0])
+        return out
+
+    def _attend_few(
+        self, q: Tensor, kv: CpuKV, batch: RaggedBatch, scale: float, out: Tensor,
+        begin: int, end: int,
+    ) -> None:  # fmt: skip
+        """Attention of tokens [begin, end) by the paged kernel."""
+        num_tokens = end - begin
+        group = q.shape[1] // kv.num_kv_heads
+        num_splits = -(-batch.max_context // SPLIT_TOKENS)
+        num_items = num_tokens * kv.num_kv_heads * num_splits
+        per_chunk = -(-num_items // MAX_CHUNKS)
+        thread_floats = group * (kv.head_padded + cpu_attention.SCORES_STRIDE) + 16
+        item_floats = group * (kv.head_padded + 2)
+        arguments = (
+            self._split_kernel.address,
+            self._join_kernel.address,
+            -(-num_items // per_chunk),
+            scale,
+            q.data_ptr(),
+            q.stride(0),
+            *self._batch_arguments(batch),
+            self._scratch.address("attend", self._team.num_threads * thread_floats * 4),
+            thread_floats,
+            self._scratch.address("partials", num_items * item_floats * 4),
+            out.data_ptr(),
+            group,
+            *kv.arguments,
+            num_splits,
+            begin,
+            num_tokens,
+            per_chunk,
+        )
+        self._team.record(ATTEND_FEW, *arguments)
+        cpu_attention.attend_few(self._team.state, *arguments)
+
+    def _batch_arguments(self, batch: RaggedBatch) -> tuple[int, int, int, int, int]:
+        """Addresses in the batch: asked for once per step, though every layer needs them."""
+        if self._last_batch is not batch:
+            self._last_batch = batch
+            self._last_arguments = (
+                batch.block_tables.data_ptr(),
+                batch.block_tables.stride(0),
+                batch.positions.data_ptr(),
+                batch.row_starts.data_ptr(),
+                batch.context_lens.shape[0],
+            )
+        return self._last_arguments
+
+    def _attend_tiles(
+        self, q: Tensor, kv: CpuKV, table: Tensor, context: int, scale: float, out: Tensor
+    ) -> None:
+        """Attention of one row's chunk, q [n, N, D], by the tile kernels."""
+        assert self._tile_kernels is not None
+        transpose, attend = self._tile_kernels
+        group = q.shape[1] // kv.num_kv_heads
+        values_bytes = cpu_amx_attention.values_bytes(kv.num_kv_heads, kv.head_dim, context)
+        thread_bytes = cpu_amx_attention.chunk_scratch_bytes(group, kv.head_dim)
+        cpu_amx_attention.attend_chunk_tiles(
+            self._team.state,
+            transpose.address,
+            attend.address,
+            self._tile_config.ctypes.data,
+            scale,
+            q.data_ptr(),
+            q.stride(0),
+            kv.k_address,
+            kv.v_address,
+            table.data_ptr(),
+            out.data_ptr(),
+            self._scratch.address("values", values_bytes),
+            self._scratch.address("attend", self._team.num_threads * thread_bytes),
+            group,
+            kv.num_kv_heads,
+            kv.head_dim,
+            kv.block_tokens,
+            context - q.shape[0],
+            context,
+            self._future_keys.ctypes.data,
+        )

@@ -1,0 +1,147 @@
+"""Recorded steps give, bit for bit, what the same calls give when Python makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwater.numerics import cpu_program
+from headwater.numerics.cpu import CpuOps
+from headwater.numerics.ops import KVFormat, LayerKV, PackedLinear, RaggedBatch, WeightFormat
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS, NUM_BLOCKS = 64, 4, 2, 16, 16, 256
+
+
+@pytest.fixture
+def ops() -> Iterator[CpuOps]:
+    made = CpuOps(2)
+    yield made
+    made.close()
+
+
+class Layer:
+    """One layer in the shape of a model's, over KV of its own."""
+
+    def __init__(self, ops: CpuOps, weight_format: WeightFormat = WeightFormat.BF16) -> None:
+        self.ops = ops
+        generator = torch.Generator().manual_seed(1)
+
+        def packed(rows: int, columns: int) -> PackedLinear:
+            weight = torch.randn(rows, columns, generator=generator) / columns**0.5
+            return ops.pack_linear(weight, torch.ones(rows) * 0.1, weight_format)
+
+        self.qkv = packed((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN)
+        self.out = packed(HIDDEN, HEADS * HEAD_DIM)
+        self.norm = torch.ones(HIDDEN)
+        angles = torch.outer(torch.arange(4096.0), torch.tensor([1.0, 0.3, 0.1, 0.03] * 2))
+        self.cos, self.sin = angles.cos(), angles.sin()
+        layer = ops.allocate_kv(NUM_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_DIM, KVFormat.BF16)
+        self.kv: tuple[LayerKV, ...] = (layer,)
+
+    def body(self, x: Tensor, batch: RaggedBatch) -> Tensor:
+        ops = self.ops
+        sizes = [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
+        parts = torch.split(ops.linear(ops.rms_norm(x, self.norm, 1e-5), self.qkv), sizes, dim=-1)
+        q, k, v = (part.view(x.shape[0], -1, HEAD_DIM) for part in parts)
+        ops.rotate(q, k, self.cos, self.sin, batch.positions)
+        ops.store_kv(k, v, self.kv[0], batch.slots)
+        attended = ops.attend(q, self.kv[0], batch, HEAD_DIM**-0.5)
+        mixed = ops.linear(attended.view(x.shape[0], -1), self.out)
+        return ops.add_rms_norm(mixed, x, self.norm, 1e-5)[0]
+
+
+def decode_batch(contexts: list[int]) -> RaggedBatch:
+    """One new token per row; row r's blocks are its own."""
+    per_row = NUM_BLOCKS // len(contexts)
+    width = max(-(-context // BLOCK_TOKENS) for context in contexts)
+    assert width <= per_row
+    tables = torch.stack(
+        [torch.arange(width, dtype=torch.int32) + row * per_row for row in range(len(contexts))]
+    )
+    positions = torch.tensor([context - 1 for context in contexts], dtype=torch.int32)
+    rows = torch.arange(len(contexts))
+    blocks = tables[rows, positions // BLOCK_TOKENS].long()
+    return RaggedBatch(
+        row_starts=torch.arange(len(contexts) + 1, dtype=torch.int32),
+        context_lens=positions + 1,
+        block_tables=tables,
+        positions=positions,
+        slots=blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS,
+        max_row_tokens=1,
+        max_context=max(contexts),
+    )
+
+
+def check(layer: Layer, contexts: list[int], seed: int) -> None:
+    batch = decode_batch(contexts)
+    x = torch.randn(len(contexts), HIDDEN, generator=torch.Generator().manual_seed(seed))
+    x = x.to(torch.bfloat16)
+    replayed = layer.ops.replay(layer.body, x.clone(), layer.kv, batch)
+    called = layer.body(x.clone(), batch)
+    assert torch.equal(replayed, called), contexts
+
+
+@pytest.mark.parametrize("weight_format", [WeightFormat.BF16, WeightFormat.INT8])
+def test_a_replayed_step_equals_the_called_one(ops: CpuOps, weight_format: WeightFormat) -> None:
+    layer = Layer(ops, weight_format)
+    for step in range(4):
+        for num_rows in (1, 2, 7, 16, 31):
+            check(layer, [20 + 3 * row + step for row in range(num_rows)], seed=step)
+
+
+def test_contexts_that_grow_past_what_was_recorded_are_recorded_anew(ops: CpuOps) -> None:
+    layer = Layer(ops)
+    for context in (1, 127, 128, 129, 255, 256, 257, 700, 2000, 130):
+        check(layer, [context, max(1, context // 2)], seed=context)
+
+
+def test_results_outlive_the_next_replay(ops: CpuOps) -> None:
+    layer = Layer(ops)
+    x = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
+    first = layer.ops.replay(layer.body, x.clone(), layer.kv, decode_batch([30, 31]))
+    kept = first.clone()
+    layer.ops.replay(layer.body, -x, layer.kv, decode_batch([32, 33]))
+    assert torch.equal(first, kept)
+
+
+def test_scratch_that_grows_later_does_not_pull_memory_from_under_a_program(ops: CpuOps) -> None:
+    layer = Layer(ops)
+    check(layer, [40], seed=0)
+    wide = ops.pack_linear(torch.randn(64, 8192), None, WeightFormat.BF16)
+    for _ in range(3):
+        ops.linear(torch.randn(31, 8192).to(torch.bfloat16), wide)
+        torch.zeros(1 << 20)  # so that freed memory would be used by somebody else
+        check(layer, [41], seed=1)
+
+
+def test_two_models_on_one_implementation_do_not_share_programs(ops: CpuOps) -> None:
+    first, second = Layer(ops), Layer(ops, WeightFormat.INT8)
+    for step in range(2):
+        check(first, [10 + step], seed=step)
+        check(second, [10 + step], seed=step)
+
+
+def test_a_body_that_leaves_the_kernels_is_never_replayed(ops: CpuOps) -> None:
+    layer = Layer(ops)
+    # A strided input makes torch copy: a replay would read the copy of the first step.
+    wide = ops.pack_linear(torch.eye(HIDDEN), None, WeightFormat.BF16)
+
+    def body(x: Tensor, batch: RaggedBatch) -> Tensor:
+        return ops.linear(x.t().contiguous().t(), wide)
+
+    for step in range(3):
+        x = torch.full((2, HIDDEN), float(step), dtype=torch.bfloat16)
+        result = ops.replay(body, x.clone(), layer.kv, decode_batch([5, 6]))
+        assert torch.equal(result, x)
+
+
+def test_programs_are_bounded(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_program, "MAX_PROGRAMS", 3)
+    layer = Layer(ops)
+    for step in range(2):
+        for num_rows in range(1, 7):
+            check(layer, [8 + row for row in range(num_rows)], seed=step)
+    assert len(ops._programs) == 3
