@@ -30,9 +30,10 @@ from headwater.numerics.reference import quantise_int8
 VECTOR_ROWS_BESIDE_TILES = {Kind.BF16: 5, Kind.INT8: 12}
 VECTOR_ROWS = {Kind.BF16: 32, Kind.INT8: 64}
 TILE_ROWS = {Kind.BF16: 128, Kind.INT8: 256}
-# A chunk of a matrix kernel reads about this much: long enough to hide the claim,
-# short enough that no thread waits long for the last one.
-_CHUNK_BYTES = 65_536
+# A chunk of a matrix kernel reads between these: long enough to hide the claim and to get
+# the prefetcher going, short enough that no thread waits long for the last one.
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 16_384, 262_144
+_CHUNKS_PER_THREAD = 4
 _DEQUANTISE_ELEMENTS = 32_768
 
 
@@ -118,7 +119,9 @@ class MatMul:
         packed[:out_features, :in_features] = rows
         bias = None if bias is None else bias.float().contiguous()
         row_bytes = packed.stride(0) * packed.element_size()
-        chunk_bytes = max(_CHUNK_BYTES, 2 * packed.nbytes // MAX_CHUNKS)
+        share_bytes = packed.nbytes // (_CHUNKS_PER_THREAD * self._team.num_threads)
+        chunk_bytes = min(max(share_bytes, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+        chunk_bytes = max(chunk_bytes, 2 * packed.nbytes // MAX_CHUNKS)
         chunk_rows = padded(max(1, chunk_bytes // row_bytes), pad_out)
         kind = Kind.BF16 if scales is None else Kind.INT8
         has_tiles = self._tile_kernel is not None and in_features == shape[1]
