@@ -37,46 +37,22 @@ _INSTRUCTION_SETS = {
 }
 
 
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, and the CPU quota of its control group."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    quota = _cgroup_cores()
-    return cores if quota is None else max(1, min(cores, int(quota)))
-
-
-def _cgroup_cores() -> float | None:
-    """The quota in cores, or None without one."""
-    unified = Path("/sys/fs/cgroup/cpu.max")
-    legacy = Path("/sys/fs/cgroup/cpu")
-    try:
-        if unified.exists():
-            quota, period = unified.read_text().split()
-        else:
-            quota = (legacy / "cpu.cfs_quota_us").read_text().strip()
-            period = (legacy / "cpu.cfs_period_us").read_text().strip()
-    except (OSError, ValueError):
-        return None
-    return None if quota in ("max", "-1") else int(quota) / int(period)
-
-
 def select_ops(
     device: str = "auto",
     mode: str = "fast",
     weight_format: WeightFormat = WeightFormat.BF16,
-    num_threads: int | None = None,
+    num_threads: int = 1,
 ) -> Ops:
     """The implementation for ``device`` (auto, cpu, cuda) and ``mode`` (fast, reference).
 
-    ``num_threads`` is for a CPU; None takes the usable cores. Raises ConfigError
-    for an unknown word and for what this machine or that mode cannot do.
+    ``num_threads`` is for a CPU. Raises ConfigError for an unknown word and for what
+    this machine or that mode cannot do.
     """
     if device not in DEVICES:
         raise ConfigError(f"device must be one of {', '.join(DEVICES)}; got {device!r}")
     if mode not in MODES:
         raise ConfigError(f"numerics mode must be one of {', '.join(MODES)}; got {mode!r}")
-    if num_threads is not None and num_threads < 1:
+    if num_threads < 1:
         raise ConfigError(f"threads must be at least 1, got {num_threads}")
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
@@ -88,13 +64,13 @@ def select_ops(
         act_dtype = torch.bfloat16 if mode == "fast" else torch.float32
         return ReferenceOps("cuda", act_dtype)
     if mode == "reference":
-        return ReferenceOps("cpu", torch.float32, num_threads or usable_cores())
+        return ReferenceOps("cpu", torch.float32, num_threads)
     if weight_format is WeightFormat.FP32:
         raise ConfigError(
             "fp32 weights need reference numerics on a CPU; choose weights 'bf16' or 'int8', "
             "or numerics 'reference'"
         )
-    return CpuOps(num_threads or usable_cores())
+    return CpuOps(num_threads)
 
 
 def describe_devices() -> list[tuple[str, dict[str, str]]]:
@@ -118,7 +94,7 @@ def _describe_cpu() -> dict[str, str]:
     found = [name for feature, name in _INSTRUCTION_SETS.items() if feature in HOST_FEATURES]
     return {
         "model": _cpu_model(),
-        "cores": f"{usable_cores()} usable of {os.cpu_count()}",
+        "cores": str(os.cpu_count()),
         "instruction sets": ", ".join(found) or "baseline",
         "memory": _memory(),
         "vector lanes": f"{LANES} x float32",

@@ -10,7 +10,7 @@ from headwater.numerics.cpu import CpuOps
 from headwater.numerics.ops import WeightFormat
 from headwater.numerics.probe import best_time_s, machine_limits
 from headwater.numerics.reference import ReferenceOps
-from headwater.numerics.select import describe_devices, select_ops, usable_cores
+from headwater.numerics.select import describe_devices, select_ops
 
 
 def test_a_cpu_gets_the_fast_path_or_the_reference() -> None:
@@ -49,7 +49,7 @@ def test_cuda_without_a_device_is_a_config_error() -> None:
 def test_the_cpu_is_described_last_with_facts_for_a_person() -> None:
     name, facts = describe_devices()[-1]
     assert name == "cpu"
-    assert f"{usable_cores()} usable" in facts["cores"]
+    assert int(facts["cores"]) >= 1
     assert all(facts.values())
 
 
