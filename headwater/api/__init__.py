@@ -3,7 +3,7 @@
 Turns a caller's JSON into core Requests (through ``recipe``), hands them to the
 Generator port and turns what comes back into the caller's dialect. Knows no
 scheduler, no block and no tensor. Files directly in this folder are the same
-for every dialect; ``openai/`` holds what is OpenAI's.
+for every dialect; ``openai/`` and ``anthropic/`` hold what is theirs.
 """
 
 from headwater.api.app import create_app

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headwater.core.constraint import Constraint
 from headwater.core.errors import InvalidRequest, PromptTooLong
 from headwater.core.request import ModelInfo, Request, RequestId, SamplingParams, StopParams
 
@@ -37,6 +38,7 @@ class Ask:
     stop_token_ids: frozenset[int]
     ignore_end: bool
     num_prompt_logprobs: int | None = None
+    constraint: Constraint | None = None  # of the whole output
 
 
 def build_requests(
@@ -77,6 +79,7 @@ def build_requests(
                 ),
                 num_choices=ask.num_choices,
                 num_prompt_logprobs=ask.num_prompt_logprobs,
+                constraint=ask.constraint,
                 tenant=tenant,
             )
         )

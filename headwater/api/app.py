@@ -2,7 +2,7 @@
 
     Observer( Guard( routes ) )
 
-A further dialect adds its routes here and its error words in ``_render``.
+A further dialect adds its routes here and its error words in ``render``.
 """
 
 from __future__ import annotations
@@ -20,35 +20,43 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headwater.api.admission import Entropy
-from headwater.api.calls import CallRoute, Door
+from headwater.api.anthropic.messages import CountDialect, MessagesDialect
+from headwater.api.calls import CallRoute, Dialect, Door
 from headwater.api.config import ApiConfig
+from headwater.api.conversing import ConstraintCheck, Conversing, refuse_constraints
 from headwater.api.decode import UnknownNames
+from headwater.api.direct import DirectDialect, DirectRoute
 from headwater.api.failure import Failure, FailureKind
 from headwater.api.guard import Guard
 from headwater.api.metrics import Metrics
 from headwater.api.observe import Observer
 from headwater.api.openai.chat import ChatDialect
 from headwater.api.openai.completions import CompletionDialect
-from headwater.api.openai.errors import error_response
 from headwater.api.openai.models import model_routes
+from headwater.api.openai.responses import ResponsesDialect
+from headwater.api.openai.tokenize import DetokenizeDialect, TokenizeDialect
 from headwater.api.probes import probe_routes
+from headwater.api.render import render_failure
 from headwater.core.ports import Clock, Generator
-from headwater.recipe.chat import ChatRecipe
+from headwater.recipe.recipe import Recipe
 
 
 def create_app(
     generator: Generator,
-    recipe: ChatRecipe,
+    recipe: Recipe,
     config: ApiConfig,
     clock: Clock,
     *,
     unix_time_s: Callable[[], float] = time.time,
     entropy: Entropy = os.urandom,
+    check_constraint: ConstraintCheck = refuse_constraints,
 ) -> Starlette:
     """The HTTP app, for any ASGI server. Holds no state outside itself.
 
     ``clock`` times requests for log and metrics; ``unix_time_s`` dates answers;
     ``entropy`` makes call ids and the seeds of calls that bring none.
+    ``check_constraint`` compiles a grammar in a parse thread, to refuse a bad one
+    before any header; without it constrained output is refused.
     """
     metrics = Metrics(generator)
     unknown = UnknownNames()
@@ -61,18 +69,22 @@ def create_app(
         unix_time_s=unix_time_s,
         entropy=entropy,
     )
+    conversing = Conversing(recipe, check_constraint)
+    calls: dict[str, Dialect] = {
+        "/v1/chat/completions": ChatDialect.create(conversing, config, unknown),
+        "/v1/completions": CompletionDialect.create(recipe, config, unknown),
+        "/v1/responses": ResponsesDialect.create(conversing, config, unknown),
+        "/v1/messages": MessagesDialect.create(conversing, config, unknown),
+    }
+    direct: dict[str, DirectDialect] = {
+        "/v1/messages/count_tokens": CountDialect.create(conversing, config, unknown),
+        "/tokenize": TokenizeDialect.create(conversing, config, unknown),
+        "/detokenize": DetokenizeDialect.create(recipe, config, unknown),
+    }
     routes = [
-        Route(
-            "/v1/chat/completions",
-            CallRoute(door, ChatDialect.create(recipe, config, unknown)),
-            methods=["POST"],
-        ),
-        Route(
-            "/v1/completions",
-            CallRoute(door, CompletionDialect.create(recipe, config, unknown)),
-            methods=["POST"],
-        ),
-        *model_routes(door),
+        *(Route(path, CallRoute(door, d), methods=["POST"]) for path, d in calls.items()),
+        *(Route(path, DirectRoute(door, d), methods=["POST"]) for path, d in direct.items()),
+        *model_routes(door, recipe.capabilities),
         *probe_routes(generator, metrics),
     ]
 
@@ -84,8 +96,10 @@ def create_app(
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(Observer, config=config, metrics=metrics, clock=clock, render=_render),
-            Middleware(Guard, config=config, render=_render),
+            Middleware(
+                Observer, config=config, metrics=metrics, clock=clock, render=render_failure
+            ),
+            Middleware(Guard, config=config, render=render_failure),
         ],
         exception_handlers={404: _no_route, 405: _wrong_method},
         lifespan=lifespan,
@@ -95,16 +109,11 @@ def create_app(
     return app
 
 
-def _render(path: str, failure: Failure) -> Response:
-    """``failure`` in the dialect that ``path`` belongs to."""
-    return error_response(failure)
-
-
 async def _no_route(http: HttpRequest, _: Exception) -> Response:
     failure = Failure(
         status=404, kind=FailureKind.NOT_FOUND, message="no such route", code="unknown_url"
     )
-    return _render(http.url.path, failure)
+    return render_failure(http.url.path, failure)
 
 
 async def _wrong_method(http: HttpRequest, error: Exception) -> Response:
@@ -116,4 +125,4 @@ async def _wrong_method(http: HttpRequest, error: Exception) -> Response:
         code="method_not_allowed",
         headers=tuple(allowed.items()),
     )
-    return _render(http.url.path, failure)
+    return render_failure(http.url.path, failure)

@@ -15,7 +15,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -36,6 +36,8 @@ from headwater.core.request import ModelInfo, Request
 from headwater.recipe.output import OutputStream
 
 NUM_PARSE_THREADS = 4
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,10 @@ class ParsedCall(Protocol):
         """The JSON answer."""
         ...
 
+    def error_frame(self, failure: Failure) -> bytes:
+        """The last frame of a stream that failed after its headers."""
+        ...
+
 
 class Dialect(Protocol):
     """How one route speaks. Stateless; ``parse`` runs in a thread."""
@@ -75,13 +81,16 @@ class Dialect(Protocol):
     @property
     def id_prefix(self) -> str: ...
 
+    @property
+    def keepalive_frame(self) -> bytes:
+        """A sign of life inside a stream that has begun."""
+        ...
+
     def parse(self, body: bytes, facts: CallFacts) -> ParsedCall:
         """Raises InvalidRequest or Refused."""
         ...
 
     def error_response(self, failure: Failure) -> Response: ...
-
-    def error_frame(self, failure: Failure) -> bytes: ...
 
 
 @dataclass(slots=True)
@@ -147,7 +156,17 @@ class Door:
             )
             return call, requests
 
+        return await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        """The result of ``work``, done off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def read_body(self, http: HttpRequest) -> bytes:
+        """Raises Refused for a body that is not JSON, too large or too slow."""
+        return await read_json_body(
+            http, max_bytes=self.config.max_body_bytes, timeout_s=self.config.body_timeout_s
+        )
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -166,11 +185,7 @@ class CallRoute:
             with self._door.seat():
                 facts = self._door.facts(self._dialect.id_prefix)
                 record.call_id = facts.call_id
-                body = await read_json_body(
-                    HttpRequest(scope, receive),
-                    max_bytes=self._door.config.max_body_bytes,
-                    timeout_s=self._door.config.body_timeout_s,
-                )
+                body = await self._door.read_body(HttpRequest(scope, receive))
                 work = self._answer(body, facts, record, scope[TENANT], send)
                 del body  # may be large, and the call long
                 await unless_gone(receive, work)
@@ -204,7 +219,8 @@ class CallRoute:
                     send,
                     call.frames(generation),
                     keepalive_s=door.config.keepalive_s,
-                    error_frame=self._dialect.error_frame,
+                    keepalive_frame=self._dialect.keepalive_frame,
+                    error_frame=call.error_frame,
                     call_id=facts.call_id,
                 )
             else:

@@ -43,6 +43,7 @@ class ApiConfig:
     allowed_hosts: tuple[str, ...] = ()
     served_names: tuple[str, ...] = ()  # empty: the model's own id
     strict: bool = False  # unknown fields and a missing model are refused
+    normalise_agent_noise: bool = False  # of system blocks; see recipe.normalise
     max_body_bytes: int = 32 * 2**20
     body_timeout_s: float = 60.0  # for the whole body to arrive
     keepalive_s: float = 3.0  # silence in a stream before a comment line is sent

@@ -23,11 +23,15 @@ log = logging.getLogger("headwater.api")
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
+# An absent raw field: msgspec has no union of Raw and None.
+NULL = msgspec.Raw(b"null")
+
 MAX_NAMES_REMEMBERED = 256
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 # msgspec's other messages may quote the caller's value.
 _SAFE_START = ("Expected ", "Number out of range", "Integer value out of range")
 
@@ -104,6 +108,11 @@ class BodyDecoder(Generic[BodyT]):
             self._unknown.note(name)
 
 
+def is_given(raw: msgspec.Raw) -> bool:
+    """Whether a raw field is there and not null."""
+    return bytes(raw) != b"null"
+
+
 def unsupported(param: str, what: str | None = None) -> InvalidRequest:
     """The error for something that is understood but not served."""
     return InvalidRequest(
@@ -131,6 +140,9 @@ def _wrong_field(text: str) -> InvalidRequest:
         return InvalidRequest(
             f"missing required field '{param}'", param=param, code="missing_required_parameter"
         )
+    if unknown := _UNKNOWN.match(what):
+        # Only allow-lists forbid names inside a field: what is not on them is not served.
+        return unsupported(path, f"{path}: '{shown_name(unknown['name'])}'")
     said = what.replace("`", "") if what.startswith(_SAFE_START) else "wrong value"
     said = said[0].lower() + said[1:]
     return InvalidRequest(f"{path or 'the body'}: {said}", param=path or None, code="invalid_type")

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headwater.api.failure import Failure, FailureKind
-from headwater.api.openai.errors import error_response
+from headwater.api.render import render_failure
 
 LIVE_PATH = "/health/live"
 READY_PATH = "/health/ready"
@@ -56,11 +56,12 @@ class Gate:
                 media_type="application/json",
             )
         # Nothing is known of any model yet, so this tells a caller without a key nothing.
-        return error_response(
+        return render_failure(
+            path,
             Failure(
                 status=503,
                 kind=FailureKind.NOT_READY,
                 message="the server is starting; try again shortly",
                 headers=(("Retry-After", str(_RETRY_AFTER_S)),),
-            )
+            ),
         )

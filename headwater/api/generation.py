@@ -40,6 +40,7 @@ class ChoiceEvent:
 class _Choice:
     stream: OutputStream
     num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0
     last_output_s: float | None = None
     finish: FinishReason | None = None
 
@@ -131,6 +132,7 @@ class Generation:
             num_hit_tokens=sum(report.num_hit_tokens for report in self._reports.values()),
             num_miss_tokens=sum(report.num_miss_tokens for report in self._reports.values()),
             num_output_tokens=sum(choice.num_output_tokens for choice in self._choices),
+            num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
         )
 
     async def aclose(self) -> None:
@@ -189,6 +191,7 @@ class Generation:
         delta = choice.stream.push(output)
         self._note_time(choice, len(output.tokens))
         choice.num_output_tokens += delta.num_tokens
+        choice.num_reasoning_tokens += delta.num_reasoning_tokens
         choice.finish = delta.finish
         return ChoiceEvent(number, delta, output.prompt)
 

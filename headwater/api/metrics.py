@@ -163,6 +163,9 @@ def _load_metrics(load: WorkerLoad | None) -> Iterator[Metric]:
     recomputed = CounterMetricFamily(
         "headwater_recomputed_tokens_total", "Tokens computed again after preemption.", labels=()
     )
+    grammars = GaugeMetricFamily(
+        "headwater_cached_grammars", "Compiled output constraints that are kept.", labels=()
+    )
     if load is not None:
         sequences.add_metric(("waiting",), load.num_waiting)
         sequences.add_metric(("prefilling",), load.num_prefilling)
@@ -173,7 +176,8 @@ def _load_metrics(load: WorkerLoad | None) -> Iterator[Metric]:
         steps.add_metric((), load.num_steps)
         preemptions.add_metric((), load.num_preemptions)
         recomputed.add_metric((), load.num_recomputed_tokens)
-    yield from (sequences, blocks, steps, preemptions, recomputed)
+        grammars.add_metric((), load.num_cached_grammars)
+    yield from (sequences, blocks, steps, preemptions, recomputed, grammars)
 
 
 def _timing_metrics(totals: StepTiming) -> Iterator[Metric]:

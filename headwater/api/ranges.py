@@ -5,7 +5,14 @@ Absent and null both mean the default. NaN and infinities fail every check.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from headwater.api.config import ApiConfig
 from headwater.core.errors import InvalidRequest
+
+MAX_TEMPERATURE = 2.0
+# Larger asks mean "as much as fits" and are clamped to the room; a bound keeps sums sane.
+MAX_TOKENS_ASKED = 2**53
 
 
 def number(
@@ -44,6 +51,16 @@ def token_id(name: str, value: int, vocab_size: int) -> int:
     if not 0 <= value < vocab_size:
         raise out_of_range(name, f"token ids 0 to {vocab_size - 1}", _short(value))
     return value
+
+
+def stop_strings(name: str, strings: Sequence[str], config: ApiConfig) -> tuple[str, ...]:
+    """A few non-empty, not too long strings."""
+    count(name, len(strings), config.max_stop_strings, "strings")
+    if any(not text for text in strings):
+        raise InvalidRequest(f"{name}: a string is empty", param=name, code="invalid_value")
+    longest = max((len(text) for text in strings), default=0)
+    count(name, longest, config.max_stop_chars, "characters in a string")
+    return tuple(strings)
 
 
 def out_of_range(name: str, asked: str, got: str) -> InvalidRequest:

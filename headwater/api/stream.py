@@ -17,7 +17,7 @@ from headwater.api.failure import ClientGone, Failure, failure_of, log_failure
 ResultT = TypeVar("ResultT")
 
 # A comment line: every event-stream parser skips it, and every proxy sees bytes.
-KEEPALIVE_FRAME = b": keepalive\n\n"
+COMMENT_FRAME = b": keepalive\n\n"
 
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -55,10 +55,14 @@ async def send_stream(
     frames: AsyncGenerator[bytes, None],
     *,
     keepalive_s: float,
+    keepalive_frame: bytes,
     error_frame: Callable[[Failure], bytes],
     call_id: str,
 ) -> None:
-    """Headers at once, then ``frames``; a comment line whenever ``keepalive_s`` pass in silence.
+    """Headers at once, then ``frames``; a sign of life whenever ``keepalive_s`` pass in silence.
+
+    The sign is a comment line until the first frame, then ``keepalive_frame``: a
+    dialect's own event may not come before the event that opens its stream.
 
     The timer is a wall clock of its own: it ticks while a step takes minutes.
     An error ends the stream with one error frame, and nothing after it.
@@ -67,6 +71,7 @@ async def send_stream(
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     now_s = asyncio.get_running_loop().time
     last_sent_s = now_s()
+    sign = COMMENT_FRAME
 
     async def keep_alive() -> None:
         nonlocal last_sent_s
@@ -76,7 +81,7 @@ async def send_stream(
                 await asyncio.sleep(wait_s)
             else:
                 last_sent_s = now_s()
-                await send(_part(KEEPALIVE_FRAME))
+                await send(_part(sign))
 
     beating = asyncio.create_task(keep_alive())
     last_frame = b""
@@ -85,6 +90,7 @@ async def send_stream(
             async for frame in frames:
                 await send(_part(frame))
                 last_sent_s = now_s()
+                sign = keepalive_frame
     # The headers are out: whatever went wrong, the caller must not take the
     # stream's end for success.
     except Exception as error:

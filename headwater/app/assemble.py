@@ -1,7 +1,8 @@
 """Builds a worker's parts from settings: numerics, model, KV, engine, scheduler, loop.
 
 The one place where the rooms of a worker meet. The process (``launch.worker``)
-and the tests' thread call it; it opens no socket and starts no thread.
+and the tests' thread call it; it opens no socket, and the only threads are those
+that compile output constraints, from the first one on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from headwater.app.settings import Settings, usable_cores
@@ -23,11 +25,16 @@ from headwater.model.catalogue import resolve
 from headwater.model.load import load_model
 from headwater.numerics.ops import KVFormat, WeightFormat
 from headwater.numerics.select import select_ops
+from headwater.recipe.constraints import GrammarCompiler
+from headwater.worker.compiling import CompileQueue
 from headwater.worker.limits import SchedulerConfig
 from headwater.worker.loop import WorkerLoop
 from headwater.worker.scheduler import Scheduler
 
 log = logging.getLogger("headwater.worker")
+
+# One more than needed: a slow grammar does not hold up the next request's.
+NUM_COMPILE_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +114,8 @@ def build_worker(settings: Settings, clock: Clock) -> WorkerParts:
         clock.now_s() - loaded_s,
     )
     info = engine.info
+    compiler = GrammarCompiler.from_source(loaded.tokenizer_source)
+    compile_threads = ThreadPoolExecutor(NUM_COMPILE_THREADS, thread_name_prefix="constraints")
     scheduler = Scheduler(
         KVManager(KVGroup(num_blocks=info.num_blocks, block_tokens=info.block_tokens)),
         SchedulerConfig(
@@ -116,5 +125,6 @@ def build_worker(settings: Settings, clock: Clock) -> WorkerParts:
             max_running_sequences=settings.engine.max_running,
         ),
         lambda tenant: CacheIdentity(loaded.fingerprint, engine.layout, tenant),
+        CompileQueue(compiler, compile_threads),
     )
     return WorkerParts(engine=engine, scheduler=scheduler, tokenizer=loaded.tokenizer_source)

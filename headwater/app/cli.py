@@ -1,4 +1,4 @@
-"""The ``headwater`` command: serve, chat, doctor, bench, worker.
+"""The ``headwater`` command: serve, chat, doctor, bench, recipe, worker.
 
 Turns arguments into settings and calls one function; imports that function's
 module only then, so ``--help`` and ``--version`` never load torch. An error
@@ -69,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_doctor(commands)
     _add_bench(commands)
+    _add_recipe(commands)
     _add_worker(commands)
     return parser
 
@@ -143,7 +144,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 def _add_serve(commands: _Commands) -> None:
     parser = _add_command(commands, "serve", "Start the server.", _serve)
-    _add_settings(parser, ("server", "model", "engine", "router", "worker"))
+    _add_settings(parser, ("server", "model", "recipe", "engine", "router", "worker"))
     _finish(parser)
 
 
@@ -306,6 +307,34 @@ def _bench(arguments: argparse.Namespace) -> int:
         ignore_end=arguments.ignore_eos,
     )
     return bench.run(options, arguments.json)
+
+
+def _add_recipe(commands: _Commands) -> None:
+    summary = "Look at how a model is spoken to."
+    parser = commands.add_parser("recipe", help=summary, description=summary, allow_abbrev=False)
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    show = _add_command(actions, "show", "Print the exact tokens of a conversation.", _recipe_show)
+    show.usage = "headwater recipe show [options] [FILE]"
+    show.add_argument(
+        "file",
+        nargs="?",
+        default=None,
+        metavar="FILE",
+        help="JSON body of a chat call, or its messages; - is standard input [a demonstration]",
+    )
+    show.add_argument("--model", default="smollm2", metavar="NAME", help="as for serve [smollm2]")
+    show.add_argument(
+        "--naive",
+        action="store_true",
+        help="beside it, what a server makes of the text that trusts every control token in it",
+    )
+    _finish(show)
+
+
+def _recipe_show(arguments: argparse.Namespace) -> int:
+    from headwater.app import recipe_show
+
+    return recipe_show.run(arguments.model, arguments.file, naive=arguments.naive)
 
 
 if __name__ == "__main__":

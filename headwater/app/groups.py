@@ -124,6 +124,20 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeSettings:
+    """What is made of a request's text before it becomes tokens."""
+
+    normalise_agent_noise: Annotated[
+        bool,
+        Option(
+            help="Leave out a first system block that is only a coding agent's billing line "
+            "(x-...-billing: ...), so that a value that changes with each request does not cost "
+            "the whole cached prefix. All other text is passed on byte for byte."
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """One worker's memory and step sizes."""
 

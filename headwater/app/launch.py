@@ -143,11 +143,16 @@ async def _open(
 ) -> None:
     """Wait for the worker, then let requests in."""
     from headwater.api.app import create_app
-    from headwater.recipe.chat import ChatRecipe
+    from headwater.app.grammar_check import GrammarChecker
+    from headwater.recipe.load import load_recipe
 
     info, tokenizer = await router.wait_ready()
-    recipe = await asyncio.to_thread(ChatRecipe.from_source, tokenizer)
-    await gate.open(create_app(router, recipe, _api_config(settings), clock))
+    recipe = await asyncio.to_thread(load_recipe, tokenizer)
+    # What a worker will compile, so that a bad schema is a 400. Starts nothing before the first.
+    checker = GrammarChecker(info.vocab_size)
+    await gate.open(
+        create_app(router, recipe, _api_config(settings), clock, check_constraint=checker.check)
+    )
     _log_model(info)
     host, port = listener.getsockname()[:2]
     log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
@@ -189,6 +194,7 @@ def _api_config(settings: Settings) -> ApiConfig:
         bound_host=server.host,
         allowed_hosts=server.allowed_hosts,
         strict=server.strict,
+        normalise_agent_noise=settings.recipe.normalise_agent_noise,
         max_body_bytes=server.max_body_bytes,
         keepalive_s=server.keepalive_s,
         access_log=server.access_log,

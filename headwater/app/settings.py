@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 from headwater.app.groups import (
     EngineSettings,
     ModelSettings,
+    RecipeSettings,
     RouterSettings,
     ServerSettings,
     WorkerSettings,
@@ -55,6 +56,7 @@ class Settings:
 
     server: ServerSettings = field(default_factory=ServerSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
+    recipe: RecipeSettings = field(default_factory=RecipeSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     router: RouterSettings = field(default_factory=RouterSettings)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
@@ -72,6 +74,7 @@ class Settings:
 GROUPS: tuple[tuple[str, type], ...] = (
     ("server", ServerSettings),
     ("model", ModelSettings),
+    ("recipe", RecipeSettings),
     ("engine", EngineSettings),
     ("router", RouterSettings),
     ("worker", WorkerSettings),
@@ -142,6 +145,7 @@ def load_settings(
     settings = Settings(
         server=_build(ServerSettings(), "server", given),
         model=_build(ModelSettings(), "model", given),
+        recipe=_build(RecipeSettings(), "recipe", given),
         engine=_build(EngineSettings(), "engine", given),
         router=_build(RouterSettings(), "router", given),
         worker=_build(WorkerSettings(), "worker", given),
@@ -152,7 +156,13 @@ def load_settings(
 
 
 _Group = TypeVar(
-    "_Group", ServerSettings, ModelSettings, EngineSettings, RouterSettings, WorkerSettings
+    "_Group",
+    ServerSettings,
+    ModelSettings,
+    EngineSettings,
+    RecipeSettings,
+    RouterSettings,
+    WorkerSettings,
 )
 
 

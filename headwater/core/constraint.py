@@ -10,13 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ConstraintKind = Literal["json_object", "json_schema", "regex", "lark"]
+# ``turn`` is made by recipes only: callers ask for the other four.
+ConstraintKind = Literal["json_object", "json_schema", "regex", "lark", "turn"]
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """``source`` is a JSON Schema, a regular expression or a Lark grammar, as text;
-    empty for ``json_object``. Equal values may share one compiled grammar."""
+    """``source`` is a JSON Schema, a regular expression or a Lark grammar, as text; empty
+    for ``json_object``. A ``turn`` is a Lark grammar too, one that may name control ids.
+    Equal values may share one compiled grammar."""
 
     kind: ConstraintKind
     source: str = ""

@@ -50,6 +50,7 @@ class WorkerLoad:
     num_hit_tokens: int
     num_miss_tokens: int
     num_output_tokens: int
+    num_cached_grammars: int = 0  # compiled output constraints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

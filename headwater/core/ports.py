@@ -5,10 +5,11 @@ One contract suite per port runs over every implementation.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from headwater.core.constraint import Constraint
 from headwater.core.control import FromWorker, StepTiming, ToWorker, WorkerLoad
 from headwater.core.request import ModelInfo, Request, SequenceOutput
 from headwater.core.step import StepPlan, StepResult
@@ -30,6 +31,56 @@ class Engine(Protocol):
         """Compute ``plan``; results in the plan's order. Raises EngineFault; then the
         KV of the plan's rows from ``row.start`` on is undefined, everything else is intact."""
         ...
+
+
+class Matcher(Protocol):
+    """How far one output has come in its grammar, and what may follow.
+
+    Needed by ``worker``, provided by ``recipe``. The same object for the whole life of
+    an output, preemptions included; used from one thread at a time.
+    """
+
+    def allowed_bits(self) -> bytes:
+        """The ids that may come next: bit ``i % 8`` of byte ``i // 8`` is id i, in whole
+        32-bit words. End ids are among them where the output may stop. Raises
+        InvalidRequest when the grammar needs more work here than its limits allow."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Go on with ``token_id``. False, with nothing changed, if it may not come next."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output may stop here."""
+        ...
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether nothing but an end id may follow."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last ``num_tokens`` accepted ones: drafts that the model did not take."""
+        ...
+
+    def fork(self) -> Matcher:
+        """An independent matcher at the same place."""
+        ...
+
+
+MatcherFactory = Callable[[], Matcher]  # a matcher at the start of its grammar
+
+
+class ConstraintCompiler(Protocol):
+    """Makes matchers of constraints. May take long: never called on a step's thread."""
+
+    def compile(self, constraint: Constraint) -> MatcherFactory:
+        """Raises InvalidRequest saying what is wrong with the schema, regex or grammar."""
+        ...
+
+    @property
+    def num_cached_grammars(self) -> int: ...
 
 
 class WorkerPort(Protocol):

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
+from headwater.core.constraint import Constraint
+
 RequestId = NewType("RequestId", str)
 
 
@@ -26,9 +28,9 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How one token is chosen from logits. Ranges are checked by ``api``.
 
-    Applied in this order: logit_bias, penalties, temperature, top_k, top_p,
-    min_p, draw. ``temperature == 0`` takes the highest logit (lowest id on a
-    tie) and ignores top_k, top_p and min_p.
+    Applied in this order: logit_bias, penalties, bans (the output constraint's
+    included), temperature, top_k, top_p, min_p, draw. ``temperature == 0`` takes the
+    highest logit (lowest id on a tie) and ignores top_k, top_p and min_p.
     """
 
     temperature: float = 1.0
@@ -71,6 +73,7 @@ class Request:
     num_prompt_logprobs: int | None = None  # as num_logprobs, for each prompt token but the first
     tenant: str = ""
     priority: int = 0  # smaller is sooner
+    constraint: Constraint | None = None  # on the output of every choice
 
     @property
     def num_prompt_tokens(self) -> int:

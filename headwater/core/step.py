@@ -26,6 +26,8 @@ class SampleSpec:
     ``position`` is the index of the new token in the sequence: the key of its
     randomness. ``prompt_tokens`` and ``output_tokens`` are given only when a
     penalty needs them. ``banned_ids`` are end and stop ids before min tokens.
+    ``allowed_bits`` are the ids that an output constraint leaves (``ports.Matcher``):
+    ids beyond its last bit are not allowed. None: no constraint.
     """
 
     params: SamplingParams
@@ -33,6 +35,7 @@ class SampleSpec:
     prompt_tokens: tuple[int, ...] = ()
     output_tokens: tuple[int, ...] = ()
     banned_ids: frozenset[int] = frozenset()
+    allowed_bits: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ signatures here. Called by ``sampler``.
 
 The definition, which every path below keeps:
 
-    logits -> bias -> penalties -> bans          (``edit``)
+    logits -> bias -> penalties -> bans, mask    (``edit``)
            -> w = exp((logit - max) / temperature), float32
            -> top_k, top_p, min_p keep a set     (``keep``; ties go to the lower id)
            -> token = inverse CDF of w over the kept ids in ascending id order (``draw``)
@@ -66,12 +66,14 @@ def edit(
     output_ids: Ids,
     output_counts: Ids,
     banned_ids: Collection[int],
+    allowed_bits: bytes | None = None,
 ) -> Floats:
     """A copy of ``logits`` [V] with bias, penalties and bans applied, in this order.
 
     ``seen_ids``: the ids in prompt and output, each at least once. ``output_ids`` and
     ``output_counts``: the distinct output ids and how often each occurs. Bias
     and bans of ids outside the vocabulary have no effect: they are never drawn.
+    ``allowed_bits`` bans every id whose bit is not set (``core.ports.Matcher``).
 
     The repetition penalty divides a positive logit and multiplies a negative
     one (CTRL, Keskar et al. 2019, section 4.1, with the sign fix that is common
@@ -95,7 +97,22 @@ def edit(
     for token_id in banned_ids:
         if 0 <= token_id < len(edited):
             edited[token_id] = -np.inf
+    if allowed_bits is not None:
+        np.minimum(edited, ceilings(allowed_bits, len(edited)), out=edited)
     return edited
+
+
+def ceilings(allowed_bits: bytes, vocab_size: int) -> Floats:
+    """+inf for each id whose bit is set, -inf for the others and beyond the last bit.
+
+    A logit is masked by taking the smaller of both. Assigning through a boolean mask
+    would take ten times as long: 200 us for 49,152 ids in no order.
+    """
+    packed = np.frombuffer(allowed_bits, np.uint8)
+    words = np.unpackbits(packed, count=vocab_size, bitorder="little").astype(np.uint32)
+    words <<= 31
+    words ^= 0xFF80_0000  # float32's -inf; with the sign bit turned it is +inf
+    return words.view(np.float32)
 
 
 def keep(logits: Floats, params: SamplingParams) -> Kept:

@@ -93,7 +93,8 @@ class Sampler:
         params = spec.params
         counts_output = bool(params.frequency_penalty or params.presence_penalty)
         repeats = params.repetition_penalty != 1.0
-        if not (counts_output or repeats or params.logit_bias or spec.banned_ids):
+        bans = spec.banned_ids or spec.allowed_bits is not None
+        if not (counts_output or repeats or params.logit_bias or bans):
             return row
         seen_ids = output_ids = output_counts = _NO_IDS
         if counts_output or repeats:
@@ -102,7 +103,15 @@ class Sampler:
             )
         if repeats:
             seen_ids = np.concatenate((self._distinct(spec.prompt_tokens), output_ids))
-        return distribution.edit(row, params, seen_ids, output_ids, output_counts, spec.banned_ids)
+        return distribution.edit(
+            row,
+            params,
+            seen_ids,
+            output_ids,
+            output_counts,
+            spec.banned_ids,
+            spec.allowed_bits,
+        )
 
     def _distinct(self, prompt_tokens: tuple[int, ...]) -> Ids:
         """The prompt's distinct ids, once per prompt rather than once per token."""
@@ -137,6 +146,7 @@ def _is_plain_greedy(spec: SampleSpec) -> bool:
         and p.num_logprobs is None
         and not p.logit_bias
         and not spec.banned_ids
+        and spec.allowed_bits is None
         and p.repetition_penalty == 1.0
         and not p.frequency_penalty
         and not p.presence_penalty

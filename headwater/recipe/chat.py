@@ -1,35 +1,51 @@
-"""Messages or text in, exact token ids out: the recipe of one model.
+"""A conversation or text in, exact token ids out: the recipe of a model with a chat template.
 
-Knows roles, the model's chat template and its tokenizer, and the one rule for
-the begin token. Knows no dialect: ``api`` brings every dialect's messages into
-:class:`ChatMessage` form, so the same conversation gives the same ids through
-each of them.
+Knows the model's chat template, its tokenizer, what both can carry, and the one
+rule for the begin token. Knows no dialect: ``api`` brings every dialect into
+one :class:`Conversation`, so it gives the same ids through each of them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import datetime
 
+from headwater.core.constraint import Constraint
 from headwater.core.errors import InvalidRequest, ModelError
 from headwater.core.tokenizer_source import TokenizerSource
-from headwater.recipe.messages import (
-    ChatMessage,
-    MessageLeftOut,
-    check_messages,
-    has_later_system,
-    num_chars,
-    require_all_printed,
-    template_messages,
-    with_one_system_message,
+from headwater.recipe.conversation import Conversation
+from headwater.recipe.messages import check_conversation
+from headwater.recipe.parser_choice import choose_parser
+from headwater.recipe.parser_marked import MarkedFormat
+from headwater.recipe.parser_plain import PLAIN
+from headwater.recipe.parsers import OutputParser, ParserFormat
+from headwater.recipe.recipe import (
+    Capabilities,
+    EncodedPrompt,
+    NewCallId,
+    random_call_id,
 )
 from headwater.recipe.sandbox_limits import TemplateLimits
-from headwater.recipe.template import ChatTemplate, Rendered, TemplateMessage, TemplateRefused
-from headwater.recipe.text import require_encodable
+from headwater.recipe.template import ChatTemplate
+from headwater.recipe.template_conversation import RenderedConversation, render_conversation
+from headwater.recipe.template_probe import (
+    TemplateFormat,
+    probe_conversations,
+    probe_template,
+)
+from headwater.recipe.template_spans import token_spans
+from headwater.recipe.template_turn import ReasoningPlace, marked_turn
+from headwater.recipe.text_prompts import TextPrompts
 from headwater.recipe.tokenizer import Tokenizer, load_tokenizer
 from headwater.recipe.tokenizer_byte import BYTE_CHAT_TEMPLATE, IM_END_ID
+
+log = logging.getLogger(__name__)
+
+UNREADABLE_CALLS = (
+    "prints tools, but calls of its kind cannot be read back from the output, so tools are refused"
+)
 
 # GGUF's names of special tokens -> the names that templates use.
 _TEMPLATE_NAMES = {
@@ -40,47 +56,30 @@ _TEMPLATE_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSpan:
-    """Tokens [start, end) of a prompt that came from ``messages[message_index]``."""
-
-    start: int
-    end: int
-    message_index: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedPrompt:
-    """A prompt as the model will see it.
-
-    ``control_positions`` are the indexes of control ids: the begin token and
-    what the template placed, never anything that came from outside.
-    """
-
-    tokens: tuple[int, ...]
-    control_positions: tuple[int, ...] = ()
-    spans: tuple[PromptSpan, ...] = ()
-
-    @property
-    def num_control_tokens(self) -> int:
-        return len(self.control_positions)
-
-
 class ChatRecipe:
-    """How one model is spoken to. Holds no state between calls; threads may share it."""
+    """Implements :class:`headwater.recipe.recipe.Recipe`. Threads may share one."""
 
     def __init__(
         self,
         *,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
+        template_format: TemplateFormat | None,
+        parser_format: ParserFormat = PLAIN,
         end_token_ids: frozenset[int],
         model_id: str = "",
+        new_call_id: NewCallId = random_call_id,
     ) -> None:
+        """``template_format`` is what ``probe_template`` found out about ``template``."""
         self._tokenizer = tokenizer
+        self._prompts = TextPrompts(tokenizer)
         self._template = template
+        self._format = template_format
+        self._parser_format = parser_format
         self._end_token_ids = end_token_ids
         self._model_id = model_id
+        self._new_call_id = new_call_id
+        self._capabilities = _capabilities(template_format, parser_format)
         self._require_traceable_template()
 
     @classmethod
@@ -90,25 +89,39 @@ class ChatRecipe:
         *,
         now: Callable[[], datetime] = datetime.now,
         limits: TemplateLimits | None = None,
+        parser_format: ParserFormat | None = None,
+        new_call_id: NewCallId = random_call_id,
     ) -> ChatRecipe:
-        """Build tokenizer and template; raises ModelError naming what cannot be served."""
+        """Build tokenizer and template; raises ModelError naming what cannot be served.
+
+        Without a ``parser_format`` the template's marks decide. What the format
+        cannot do is written to the log, once.
+        """
         tokenizer = load_tokenizer(source)
         text = source.chat_template
         end_token_ids = source.end_token_ids
         if source.kind == "byte":
             text = text or BYTE_CHAT_TEMPLATE
             end_token_ids = end_token_ids or frozenset({IM_END_ID})
-        template = None
+        template, template_format = None, None
         if text is not None:
             template = ChatTemplate(
                 text, variables=_named_tokens(source, tokenizer), now=now, limits=limits
             )
-        return cls(
+            template_format = probe_template(template, text)
+            parser_format = parser_format or choose_parser(text, tokenizer)
+        recipe = cls(
             tokenizer=tokenizer,
             template=template,
+            template_format=template_format,
+            parser_format=parser_format or PLAIN,
             end_token_ids=end_token_ids,
             model_id=source.model_id,
+            new_call_id=new_call_id,
         )
+        for note in recipe.capabilities.notes:
+            log.info("the chat format of %s %s", source.model_id or "this model", note)
+        return recipe
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -116,115 +129,127 @@ class ChatRecipe:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """Ids by which the model ends its turn or the text."""
         return self._end_token_ids
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
-    ) -> EncodedPrompt:
-        """The prompt that asks for the next assistant message.
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
 
-        Raises InvalidRequest naming the message: an unknown role, text that is
-        not Unicode, a conversation that the model's template refuses, or a
-        message that it would leave out in silence.
-        """
-        if self._template is None:
-            raise InvalidRequest(
-                f"model {self._model_id!r} has no chat template, so it cannot take messages; "
-                "use /v1/completions",
-                param="messages",
-                code="no_chat_template",
-            )
-        check_messages(messages)
-        rendered = self._render(self._template, messages, add_generation_prompt)
+    def encode(
+        self, conversation: Conversation, *, add_generation_prompt: bool = True
+    ) -> EncodedPrompt:
+        """See :meth:`Recipe.encode`; a last message that ``continues`` is left open."""
+        check_conversation(conversation)
+        conversation = self._supported(conversation)
+        prompt = self._rendered(conversation, add_generation_prompt)
+        rendered = prompt.rendered
         ranges = self._tokenizer.control_ranges(rendered.text, rendered.placed)
         ids, starts = self._tokenizer.encode_with_starts(rendered.text, ranges)
-        shift = self._put_begin_token(ids)
-        spans = (
-            PromptSpan(
-                bisect_left(starts, start) + shift, bisect_left(starts, end) + shift, message_index
-            )
-            for start, end, message_index in rendered.origins
-        )
+        shift = self._prompts.put_begin_token(ids)
         return EncodedPrompt(
             tokens=tuple(ids),
-            control_positions=self._control_positions(ids),
-            spans=tuple(span for span in spans if span.start < span.end),
+            control_positions=self._prompts.control_positions(ids),
+            spans=tuple(token_spans(prompt, starts, shift)),
         )
+
+    def open_parser(self, conversation: Conversation) -> OutputParser:
+        return self._parser_format.open(
+            in_reasoning=self._reasoning(conversation) == "open",
+            tools=bool(conversation.tools) and conversation.tool_choice.kind != "none",
+            new_call_id=self._new_call_id,
+        )
+
+    def turn_constraint(self, conversation: Conversation) -> Constraint | None:
+        reasoning = self._reasoning(conversation)
+        forced = conversation.tool_choice.kind in ("required", "named")
+        if isinstance(self._parser_format, MarkedFormat):
+            if not forced or self._capabilities.forced_tools:
+                return marked_turn(conversation, self._parser_format, self._tokenizer, reasoning)
+        elif conversation.answer is not None and reasoning != "none":
+            raise InvalidRequest(
+                f"model {self._model_id!r} reasons before it answers, in a format in which its "
+                "answer cannot be constrained; switch thinking off or ask for plain text",
+                param="response_format",
+                code="unsupported_value",
+            )
+        if forced:
+            raise InvalidRequest(
+                f"model {self._model_id!r} cannot be made to call a tool; "
+                "use tool_choice auto or none",
+                param="tool_choice",
+                code="unsupported_value",
+            )
+        return conversation.answer
 
     def encode_completion(
         self, text: str, *, allow_control: bool = False, param: str = "prompt"
     ) -> EncodedPrompt:
-        """``text`` with the model's begin token before it, if the model has that habit.
-
-        Control literals in ``text`` are ordinary text. With ``allow_control``
-        the caller vouches for the whole text (a prompt that was rendered
-        elsewhere): literals become control ids, and a begin token is not doubled.
-        """
-        require_encodable(text, param=param)
-        ranges = self._tokenizer.control_ranges(text, [(0, len(text))]) if allow_control else ()
-        ids = self._tokenizer.encode_rendered(text, ranges)
-        self._put_begin_token(ids)
-        if not ids:
-            raise InvalidRequest(f"{param} must not be empty", param=param)
-        return EncodedPrompt(tokens=tuple(ids), control_positions=self._control_positions(ids))
+        return self._prompts.encode_completion(text, allow_control=allow_control, param=param)
 
     def encode_ids(self, token_ids: Sequence[int], *, param: str = "prompt") -> EncodedPrompt:
-        """A prompt given as ids, taken as it is; raises InvalidRequest for an id out of range."""
-        size = self._tokenizer.vocab_size
-        if not token_ids:
-            raise InvalidRequest(f"{param} must not be empty", param=param)
-        for token_id in token_ids:
-            if not 0 <= token_id < size:
-                raise InvalidRequest(
-                    f"{param}: token id {token_id} is not in [0, {size})", param=param
-                )
-        return EncodedPrompt(
-            tokens=tuple(token_ids), control_positions=self._control_positions(token_ids)
-        )
+        return self._prompts.encode_ids(token_ids, param=param)
 
     def decode(self, token_ids: Sequence[int], *, keep_control: bool = False) -> str:
         return self._tokenizer.decode(token_ids, keep_control=keep_control)
 
     # -- inside -------------------------------------------------------------------------
 
-    def _put_begin_token(self, ids: list[int]) -> int:
-        """Exactly one begin token (B03), whoever placed it; how many this call added."""
-        tokenizer = self._tokenizer
-        begin = tokenizer.bos_token_id
-        if begin is None or not tokenizer.adds_bos or (ids and ids[0] == begin):
-            return 0
-        ids.insert(0, begin)
-        return 1
-
-    def _control_positions(self, ids: Sequence[int]) -> tuple[int, ...]:
-        is_control = self._tokenizer.is_control
-        return tuple(index for index, token_id in enumerate(ids) if is_control(token_id))
-
-    def _render(
-        self, template: ChatTemplate, messages: Sequence[ChatMessage], add_generation_prompt: bool
-    ) -> Rendered:
-        """As given; where the format has one slot for system text, merged into one (A23)."""
-
-        def render(values: list[TemplateMessage]) -> Rendered:
-            rendered = template.render(
-                values,
-                num_input_chars=num_chars(messages),
-                add_generation_prompt=add_generation_prompt,
+    def _rendered(
+        self, conversation: Conversation, add_generation_prompt: bool
+    ) -> RenderedConversation:
+        if self._template is None or self._format is None:
+            raise InvalidRequest(
+                f"model {self._model_id!r} has no chat template, so it cannot take messages; "
+                "use /v1/completions",
+                param="messages",
+                code="no_chat_template",
             )
-            require_all_printed(messages, rendered)
-            return rendered
+        return render_conversation(
+            self._template,
+            conversation,
+            self._format.form,
+            add_generation_prompt=add_generation_prompt,
+        )
 
-        try:
-            return render(template_messages(messages))
-        except (TemplateRefused, MessageLeftOut):
-            if not has_later_system(messages):
-                raise
-        return render(with_one_system_message(messages))
+    def _reasoning(self, conversation: Conversation) -> ReasoningPlace:
+        """What the model's output begins with, as far as the prompt decides it."""
+        last = conversation.messages[-1]
+        if last.continues:
+            return "none" if last.content.strip() else "open"
+        mode = conversation.thinking.mode
+        if self._format is not None and self._format.opens_reasoning[mode]:
+            return "open"
+        return "none" if self._capabilities.thinking == "none" or mode == "off" else "possible"
+
+    def _supported(self, conversation: Conversation) -> Conversation:
+        """``conversation`` as the format can carry it; raises InvalidRequest for the rest."""
+        can = self._capabilities
+        mode = conversation.thinking.mode
+        if conversation.tools and self._template is not None and not can.tools:
+            if conversation.tool_choice.kind != "none":
+                raise InvalidRequest(
+                    f"model {self._model_id!r} has no format for tools; send no tools",
+                    param="tools",
+                    code="tools_not_supported",
+                )
+            conversation = replace(conversation, tools=())  # none of them may be called anyway
+        if mode == "on" and can.thinking == "none":
+            raise InvalidRequest(
+                f"model {self._model_id!r} does not reason; switch thinking off",
+                param="thinking",
+                code="thinking_not_supported",
+            )
+        if mode == "off" and can.thinking == "always":
+            raise InvalidRequest(
+                f"model {self._model_id!r} always reasons; thinking cannot be switched off",
+                param="thinking",
+                code="thinking_not_supported",
+            )
+        return conversation
 
     def _require_traceable_template(self) -> None:
         """Raise ModelError if the template hides where its control tokens come from.
@@ -232,18 +257,13 @@ class ChatRecipe:
         Then they would be encoded as ordinary text, and the model would answer
         badly without any error.
         """
-        if self._template is None:
+        if self._template is None or self._format is None:
             return
-        hello = ChatMessage(role="user", content="hello")
-        dialogue = [
-            ChatMessage(role="system", content="be kind"),
-            hello,
-            ChatMessage(role="assistant", content="hello"),
-            hello,
-        ]
-        for messages in ([hello], dialogue[1:], dialogue):
+        for conversation in probe_conversations():
+            if conversation.tools and not self._format.tools:
+                continue
             try:
-                rendered = self._render(self._template, messages, add_generation_prompt=True)
+                rendered = self._rendered(conversation, True).rendered
             except InvalidRequest:
                 continue  # the format does not allow this conversation
             text = rendered.text
@@ -254,6 +274,23 @@ class ChatRecipe:
                         f"the chat template makes the control token {text[start:end]!r} in a way "
                         "that cannot be told from typed text (str.format, for instance)"
                     )
+
+
+def _capabilities(found: TemplateFormat | None, parser_format: ParserFormat) -> Capabilities:
+    if found is None:
+        return Capabilities()
+    notes = found.notes
+    tools = found.tools and found.calls and parser_format.tools
+    if found.tools and not tools:
+        notes = (*notes, UNREADABLE_CALLS)
+    return Capabilities(
+        chat=True,
+        tools=tools,
+        parallel_tools=tools and found.parallel_calls,
+        forced_tools=tools and isinstance(parser_format, MarkedFormat),
+        thinking=found.thinking,
+        notes=notes,
+    )
 
 
 def _named_tokens(source: TokenizerSource, tokenizer: Tokenizer) -> dict[str, str]:

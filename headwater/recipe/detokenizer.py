@@ -48,9 +48,7 @@ class Detokenizer:
         """The text that ``token_id`` completes; "" while a character is unfinished."""
         piece = self._token_bytes(token_id)
         if self._is_control(token_id):
-            # Bytes left open before a control token can no longer be completed.
-            broken = self._decoder.decode(b"", True)
-            self._drop_space = self._drop_space or self._per_segment
+            broken = self.push_mark()
             if self._is_hidden(token_id) and not self._keep_control:
                 return broken
             return broken + self._decoder.decode(piece)
@@ -58,6 +56,14 @@ class Detokenizer:
             self._drop_space = False
             piece = piece.removeprefix(b" ")
         return self._decoder.decode(piece)
+
+    def push_mark(self) -> str:
+        """A control token stands here, whose text the caller does not want.
+
+        Bytes left open before it can no longer be completed: one U+FFFD, or "".
+        """
+        self._drop_space = self._drop_space or self._per_segment
+        return self._decoder.decode(b"", True)
 
     def flush(self) -> str:
         """End of the stream: one U+FFFD if it ended inside a character, else ""."""

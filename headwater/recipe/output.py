@@ -1,11 +1,13 @@
-"""One choice's output, from committed tokens to text: the same for streams and for whole answers.
+"""One choice's output, from committed tokens to parts: the same for streams and whole answers.
 
-Ids become text (``detokenizer``), text is watched for stop strings (``stops``),
-and each token keeps its piece of text for logprobs. A stream sends every delta
-as it comes; a whole answer is all deltas joined, so the two cannot differ.
+Ids become text (``detokenizer``), text becomes parts (``parsers``), the answer
+is watched for stop strings (``stops``), and each of its tokens keeps its piece of
+text for logprobs. A stream sends every delta as it comes; a whole answer is all
+deltas joined, so the two cannot differ.
 Knows no dialect and no transport; ``api`` runs one per choice.
 
-Positions are characters of the choice's decoded text:
+Positions are characters of the choice's visible answer (A11: reasoning and tool
+calls are neither searched for stop strings nor listed):
 
     text      alpha beta gamma delta         stop string "beta gamma"
     shown     [0, 6)                         deltas never show more than this
@@ -22,6 +24,8 @@ from dataclasses import dataclass
 
 from headwater.core.request import FinishReason, SampledToken, SequenceOutput, TokenLogprob
 from headwater.recipe.detokenizer import Detokenizer, token_text
+from headwater.recipe.parsers import OutputParser, PlainParser, answer_text, merged_parts
+from headwater.recipe.parts import AnswerText, Part
 from headwater.recipe.stops import StopMatcher
 from headwater.recipe.tokenizer import Tokenizer
 
@@ -54,18 +58,23 @@ class OutputToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputDelta:
-    """What one push made visible.
+    """What one push made visible: ``parts`` in order; ``text`` is the answer text in them.
 
     ``tokens`` come with the text that they begin, so they may be later than
-    the push that brought them. ``num_tokens`` counts tokens as they are taken.
+    the push that brought them; tokens of reasoning and of tool calls are not
+    listed. ``num_tokens`` counts all tokens as they are taken,
+    ``num_reasoning_tokens`` those among them that the reasoning took, its
+    closing mark included.
     ``finish`` comes with the last delta, together with the stop string or id
     that was the reason. ``stopped_early``: the engine does not know yet and must
     be told to stop this choice.
     """
 
     text: str = ""
+    parts: tuple[Part, ...] = ()
     tokens: tuple[OutputToken, ...] = ()
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0
     finish: FinishReason | None = None
     stop_string: str | None = None
     stop_token_id: int | None = None
@@ -84,17 +93,24 @@ class OutputStream:
         previous_id: int | None = None,
         keep_control: bool = False,
         text_offset: int = 0,
+        parser: OutputParser | None = None,
+        list_tokens: bool = True,
     ) -> None:
         """``previous_id`` is the prompt's last token. ``text_offset`` is where this
-        text begins in what the caller sees (after an echoed prompt)."""
+        text begins in what the caller sees (after an echoed prompt). Without a
+        ``parser`` all text is the answer. ``list_tokens`` is for those who show
+        logprobs; it costs a fifth of the whole."""
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(
             tokenizer, keep_control=keep_control, previous_id=previous_id
         )
+        self._parser = parser or PlainParser()
+        self._list_tokens = list_tokens
+        self._marks = _marks(tokenizer, self._parser)
         self._stops = StopMatcher(stop_strings) if stop_strings else None
         self._waiting: deque[OutputToken] = deque()  # tokens whose text is not shown yet
         self._base = text_offset
-        self._num_decoded = 0  # characters given by the detokenizer
+        self._num_parsed = 0  # characters of the answer given by the parser
         self._num_shown = 0
         self._num_tokens = 0
         self._finish: FinishReason | None = None
@@ -117,27 +133,37 @@ class OutputStream:
         """
         if self._finish is not None:
             return OutputDelta()
-        shown: list[str] = []
+        shown: list[Part] = []
         num_before = self._num_tokens
+        num_reasoning_tokens = 0
         stop_string = None
+        parser = self._parser
         for token in output.tokens:
             self._num_tokens += 1
-            stop_string = self._take(self._detokenizer_push(token), shown)
+            stage = parser.stage
+            if stage == "reasoning":
+                num_reasoning_tokens += 1
+            offset = self._base + self._num_parsed
+            stop_string = self._take(self._parse(token.token_id), shown)
+            if self._list_tokens and stage == "answer" and parser.stage == "answer":
+                self._waiting.append(describe_token(self._tokenizer, token, offset))
             if stop_string is not None:
                 break
         if stop_string is None and output.finish is not None:
-            stop_string = self._take(self._detokenizer.flush(), shown)
+            stop_string = self._take(
+                [*parser.push(self._detokenizer.flush()), *parser.finish()], shown
+            )
             if stop_string is None and self._stops is not None:
                 self._show(self._stops.flush(), shown)
-        if stop_string is not None:
-            self._finish = FinishReason.STOP
-        else:
-            self._finish = output.finish
+        self._finish = output.finish if stop_string is None else FinishReason.STOP
         by_string = stop_string is not None
+        parts = tuple(shown)
         return OutputDelta(
-            text="".join(shown),
+            text=answer_text(parts),
+            parts=parts,
             tokens=self._released(),
             num_tokens=self._num_tokens - num_before,
+            num_reasoning_tokens=num_reasoning_tokens,
             finish=self._finish,
             stop_string=stop_string,
             stop_token_id=None if by_string else output.stop_token_id,
@@ -145,33 +171,54 @@ class OutputStream:
             error=None if by_string else output.error,
         )
 
-    def _detokenizer_push(self, token: SampledToken) -> str:
-        self._waiting.append(describe_token(self._tokenizer, token, self._base + self._num_decoded))
-        return self._detokenizer.push(token.token_id)
+    def _parse(self, token_id: int) -> list[Part]:
+        mark = self._marks.get(token_id)
+        if mark is None:
+            text = self._detokenizer.push(token_id)
+            return self._parser.push(text) if text else []
+        broken = self._detokenizer.push_mark()
+        parts = self._parser.push(broken) if broken else []
+        return parts + self._parser.push_control(mark)
 
-    def _take(self, text: str, shown: list[str]) -> str | None:
-        """Pass decoded text through the stop strings; the one that it completes."""
-        self._num_decoded += len(text)
-        if self._stops is None:
-            self._show(text, shown)
-            return None
-        result = self._stops.push(text)
-        self._show(result.text, shown)
-        return result.stop
+    def _take(self, parts: Sequence[Part], shown: list[Part]) -> str | None:
+        """Pass the answer through the stop strings; the one that it completes."""
+        for part in parts:
+            if not isinstance(part, AnswerText):
+                self._interrupt(shown)
+                shown.append(part)
+                continue
+            self._num_parsed += len(part.text)
+            if self._stops is None:
+                self._show(part.text, shown)
+                continue
+            result = self._stops.push(part.text)
+            self._show(result.text, shown)
+            if result.stop is not None:
+                return result.stop
+        return None
 
-    def _show(self, text: str, shown: list[str]) -> None:
+    def _interrupt(self, shown: list[Part]) -> None:
+        """Something other than answer text follows: what is held back is no stop string."""
+        if self._stops is not None:
+            self._show(self._stops.restart(), shown)
+        # Tokens that began no answer text were markup.
+        end = self._base + self._num_parsed
+        while self._waiting and self._waiting[-1].text_offset >= end:
+            self._waiting.pop()
+
+    def _show(self, text: str, shown: list[Part]) -> None:
         if text:
-            shown.append(text)
+            shown.append(AnswerText(text))
             self._num_shown += len(text)
 
     def _released(self) -> tuple[OutputToken, ...]:
         """Tokens that begin in the text shown so far; at a natural end, all that wait.
 
         A token at exactly the end of the shown text waits: it may turn out to be
-        the first of a stop string, and then it is not listed at all.
+        the first of a stop string or of markup, and then it is not listed at all.
         """
         waiting = self._waiting
-        if self._finish is not None and self._num_shown == self._num_decoded:
+        if self._finish is not None and self._num_shown == self._num_parsed:
             released = tuple(waiting)
             waiting.clear()
             return released
@@ -188,8 +235,10 @@ def joined_deltas(deltas: Iterable[OutputDelta]) -> OutputDelta:
     last = next((d for d in all_deltas if d.finish is not None), OutputDelta())
     return OutputDelta(
         text="".join(delta.text for delta in all_deltas),
+        parts=merged_parts(part for delta in all_deltas for part in delta.parts),
         tokens=tuple(token for delta in all_deltas for token in delta.tokens),
         num_tokens=sum(delta.num_tokens for delta in all_deltas),
+        num_reasoning_tokens=sum(delta.num_reasoning_tokens for delta in all_deltas),
         finish=last.finish,
         stop_string=last.stop_string,
         stop_token_id=last.stop_token_id,
@@ -225,6 +274,12 @@ def describe_prompt(
         described.append(describe_token(tokenizer, token, offset))
         offset += len(detokenizer.push(token_id))
     return tuple(described)
+
+
+def _marks(tokenizer: Tokenizer, parser: OutputParser) -> dict[int, str]:
+    """The control ids that the parser wants to see as such."""
+    found = {tokenizer.control_id(literal): literal for literal in parser.control_literals}
+    return {token_id: literal for token_id, literal in found.items() if token_id is not None}
 
 
 def _entry(tokenizer: Tokenizer, alternative: TokenLogprob) -> LogprobEntry:

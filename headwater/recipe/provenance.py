@@ -5,15 +5,16 @@ the template may become control tokens, so what must be tracked through slicing,
 trimming, joining and splitting is *which characters the template placed*:
 
     Traced("<|im_start|>", placed) + Traced("user", placed) + "hi <|im_end|>"
-    "<|im_start|>userhi <|im_end|>"    spans: ((0, 16, PLACED),)
+    "<|im_start|>userhi <|im_end|>"    spans: ((0, 16, PLACED, 0),)
 
 It fails closed. An operation that is not tracked here gives a plain ``str``,
 and plain text counts as text from outside: a template that formats its literals
 in some unusual way loses a control token (which ``template`` detects when the
 model is loaded), but nothing that a user typed can gain one.
 
-Outside text carries the number of its message, so that tokens can later be
-explained by the message they came from. Knows nothing of jinja or tokenizers.
+Outside text carries the number of the field it came from and its place in that
+field, so that tokens can later be explained by the text they hold. Knows
+nothing of jinja or tokenizers.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Final, SupportsIndex
 
-PLACED: Final = -1  # the origin of the template's own literals; messages count from 0
+PLACED: Final = -1  # the origin of the template's own literals; fields count from 0
 
-Span = tuple[int, int, int]  # [start, end) in characters, origin
+# [start, end) in characters, origin, and the character of the origin that stands at
+# start: the others follow one by one. Placed text has no place of origin: always 0.
+Span = tuple[int, int, int, int]
 
 _CONVERSION = re.compile(r"%(?:%|[-#0 +]*\d{0,4}(?:\.\d{1,4})?[a-zA-Z])")
 
@@ -97,13 +100,13 @@ class Traced(str):
         index = key.__index__()
         plain = super().__getitem__(index)  # raises IndexError
         start = index if index >= 0 else index + len(self)
-        return Traced(plain, _clipped(self._spans, start, start + 1))
+        return Traced(plain, clipped(self._spans, start, start + 1))
 
     def __iter__(self) -> Iterator[str]:
         return (self[index] for index in range(len(self)))
 
     def _cut(self, start: int, stop: int) -> Traced:
-        return Traced(str.__getitem__(self, slice(start, stop)), _clipped(self._spans, start, stop))
+        return Traced(str.__getitem__(self, slice(start, stop)), clipped(self._spans, start, stop))
 
     def join(self, parts: Iterable[str], /) -> Traced:
         pieces: list[str] = []
@@ -202,12 +205,12 @@ _MISSING = object()
 
 def placed(text: str) -> Traced:
     """``text`` as a literal of the template (or a value that the server made)."""
-    return Traced(text, ((0, len(text), PLACED),) if text else ())
+    return Traced(text, ((0, len(text), PLACED, 0),) if text else ())
 
 
-def outside(text: str, message: int) -> Traced:
-    """``text`` that came with message number ``message``."""
-    return Traced(text, ((0, len(text), message),) if text else ())
+def outside(text: str, field: int, first: int = 0) -> Traced:
+    """``text`` that stands at character ``first`` of field number ``field``."""
+    return Traced(text, ((0, len(text), field, first),) if text else ())
 
 
 def spans_of(text: str) -> tuple[Span, ...]:
@@ -216,31 +219,46 @@ def spans_of(text: str) -> tuple[Span, ...]:
 
 
 def joined(parts: Iterable[str]) -> Traced:
-    """The parts one after the other; neighbouring spans of one origin become one."""
+    """The parts one after the other; spans that continue each other become one."""
     texts: list[str] = []
     spans: list[Span] = []
     length = 0
     for part in parts:
         texts.append(part)
-        for start, end, origin in spans_of(part):
+        for start, end, origin, first in spans_of(part):
             start, end = start + length, end + length
-            if spans and spans[-1][1] == start and spans[-1][2] == origin:
-                start = spans.pop()[0]
-            spans.append((start, end, origin))
+            if spans and _continues(spans[-1], start, origin, first):
+                start, _, _, first = spans.pop()
+            spans.append((start, end, origin, first))
         length += len(part)
     return Traced("".join(texts), tuple(spans))
 
 
-def _clipped(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
+def shifted(spans: Iterable[Span], distance: int) -> Iterator[Span]:
+    """``spans`` of a string that stands ``distance`` characters into another one."""
+    for start, end, origin, first in spans:
+        yield start + distance, end + distance, origin, first
+
+
+def clipped(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
     """``spans`` inside [start, stop), counted from ``start``."""
     found: list[Span] = []
     for index in range(bisect_right(spans, start, key=_end), len(spans)):
-        first, last, origin = spans[index]
-        if first >= stop:
+        begin, end, origin, first = spans[index]
+        if begin >= stop:
             break
-        if max(first, start) < min(last, stop):
-            found.append((max(first, start) - start, min(last, stop) - start, origin))
+        cut = max(start - begin, 0)
+        if begin + cut < min(end, stop):
+            if origin != PLACED:
+                first += cut
+            found.append((begin + cut - start, min(end, stop) - start, origin, first))
     return tuple(found)
+
+
+def _continues(last: Span, start: int, origin: int, first: int) -> bool:
+    if last[1] != start or last[2] != origin:
+        return False
+    return origin == PLACED or last[3] + start - last[0] == first
 
 
 def _end(span: Span) -> int:

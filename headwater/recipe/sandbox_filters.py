@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 
 from headwater.recipe.provenance import Traced, placed, spans_of
+from headwater.recipe.provenance_json import traced_json
 from headwater.recipe.sandbox_limits import LimitExceeded, Meter
 
 # Functions whose types are jinja's business: a filter takes and returns anything.
@@ -42,6 +43,12 @@ _JINJA_FILTERS = (
     *("reject", "rejectattr", "reverse", "safe", "select", "selectattr", "sort", "string"),
     *("title", "trim", "unique", "upper"),
 )
+
+# Filters that do not look into the items of a list, and those that at most copy it.
+# Templates ask for ``messages|length`` once for every message: that must not be
+# charged with the text of all messages each time.
+_LOOKING_FILTERS = frozenset({"count", "d", "default", "first", "last", "length"})
+_COPYING_FILTERS = frozenset({"items", "list", "reverse"})
 
 _MAX_INDENT = 256
 _MAX_DATE_FORMAT = 64
@@ -69,7 +76,7 @@ class Refused(TemplateError):
 
 
 def allowed_filters() -> dict[str, Function]:
-    filters = {name: _metered(FILTERS[name]) for name in _JINJA_FILTERS}
+    filters = {name: _metered(name) for name in _JINJA_FILTERS}
     filters.update(indent=_indent, join=_join, replace=_replace, sum=_sum, tojson=_tojson)
     return filters
 
@@ -134,18 +141,25 @@ def _environment(context: Context) -> MeteredEnvironment:
     return environment
 
 
-def _metered(function: Function) -> Function:
-    """A jinja filter that charges for its value before it works on it.
+def _metered(name: str) -> Function:
+    """jinja's filter ``name``, charging for its value before it works on it.
 
     It takes the context, which also keeps jinja from running it while it compiles.
     """
+    function = FILTERS[name]
     takes = getattr(function, "jinja_pass_arg", None)
     takes_name = takes.name if takes is not None else ""
 
     @pass_context
     @wraps(function, updated=())
     def metered(context: Context, value: object, *args: object, **kwargs: object) -> object:
-        _environment(context).meter.value(value)
+        meter = _environment(context).meter
+        if name in _LOOKING_FILTERS and not isinstance(value, str):
+            meter.step()
+        elif name in _COPYING_FILTERS and isinstance(value, list | tuple | dict):
+            meter.step(len(value))
+        else:
+            meter.value(value)
         match takes_name:
             case "context":
                 return function(context, value, *args, **kwargs)
@@ -247,4 +261,4 @@ def _tojson(
         sort_keys=sort_keys,
     )
     meter.text(len(text))
-    return text
+    return traced_json(text, value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)

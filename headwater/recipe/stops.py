@@ -9,6 +9,7 @@ Knows no tokens; ``output`` runs one per choice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,8 @@ StopResult(text='', stop='beta gamma')]
         self._stops = tuple(sorted(set(stops), key=len, reverse=True))
         self._fallbacks = tuple(_fallbacks(stop) for stop in self._stops)
         self._matched = [0] * len(self._stops)  # characters of each stop matched so far
-        self._first_chars = frozenset(stop[0] for stop in self._stops)
+        firsts = "".join(sorted({stop[0] for stop in self._stops}))
+        self._find_first = re.compile(f"[{re.escape(firsts)}]" if firsts else r"(?!)").search
         self._held = ""
         self._done = False
 
@@ -56,18 +58,32 @@ StopResult(text='', stop='beta gamma')]
         """Take more text. After a stop string was found, everything else is ignored."""
         if self._done:
             return StopResult("")
-        if not self._held and self._first_chars.isdisjoint(piece):
-            return StopResult(piece)
         text = self._held + piece
-        for index in range(len(self._held), len(text)):
+        index = len(self._held)
+        matched = index  # characters of a stop string that the text so far ends with
+        while index < len(text):
+            if not matched:
+                first = self._find_first(text, index)
+                if first is None:
+                    break
+                index = first.start()
             stop = self._advance(text[index])
+            index += 1
             if stop is not None:
                 self._done = True
                 self._held = ""
-                return StopResult(text[: index + 1 - len(stop)], stop)
-        shown = len(text) - max(self._matched)
+                return StopResult(text[: index - len(stop)], stop)
+            matched = max(self._matched)
+        shown = len(text) - matched
         self._held = text[shown:]
         return StopResult(text[:shown])
+
+    def restart(self) -> str:
+        """The text is interrupted and another begins: what was held back is no stop string."""
+        held, self._held = self._held, ""
+        if held:
+            self._matched = [0] * len(self._stops)
+        return held
 
     def flush(self) -> str:
         """End of the text: what was held back is no stop string after all."""

@@ -15,10 +15,11 @@ from datetime import datetime
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from headwater.core.errors import InvalidRequest, ModelError
-from headwater.recipe.provenance import PLACED, placed, spans_of
+from headwater.recipe.provenance import PLACED, Span, clipped, placed, spans_of
 from headwater.recipe.sandbox import TemplateEnvironment
 from headwater.recipe.sandbox_filters import Refused
 from headwater.recipe.sandbox_limits import LimitExceeded, TemplateLimits
+from headwater.recipe.template_values import TemplateMessage
 
 _MAX_REASON_CHARS = 200
 # What template code can raise by itself: a missing field, a wrong type, an endless macro.
@@ -32,8 +33,6 @@ _TEMPLATE_FAULTS = (
     RecursionError,
 )
 
-TemplateMessage = Mapping[str, object]  # strings in it are Traced, or count as outside text
-
 
 class TemplateRefused(InvalidRequest):
     """The template itself turned the messages down (``raise_exception``)."""
@@ -41,15 +40,25 @@ class TemplateRefused(InvalidRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """A prompt as text. All ranges are half-open, ascending, in characters.
-
-    ``placed`` are the template's own literals; ``origins`` say which message
-    (by index) the other text came from, where that is known.
-    """
+    """A prompt as text. ``spans`` say where it came from; text between them is from outside,
+    and not known more closely."""
 
     text: str
-    placed: tuple[tuple[int, int], ...]
-    origins: tuple[tuple[int, int, int], ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def placed(self) -> list[tuple[int, int]]:
+        """Half-open ranges of the template's own literals, ascending, in characters."""
+        return [(start, end) for start, end, origin, _ in self.spans if origin == PLACED]
+
+    @property
+    def origins(self) -> list[Span]:
+        """Spans of outside text."""
+        return [span for span in self.spans if span[2] != PLACED]
+
+    def before(self, end: int) -> Rendered:
+        """The first ``end`` characters."""
+        return Rendered(text=self.text[:end], spans=clipped(self.spans, 0, end))
 
 
 class ChatTemplate:
@@ -90,18 +99,25 @@ class ChatTemplate:
         messages: Sequence[TemplateMessage],
         *,
         num_input_chars: int,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        switches: Mapping[str, bool | str] | None = None,
         add_generation_prompt: bool = True,
     ) -> Rendered:
         """The prompt for ``messages``, which hold ``num_input_chars`` characters in all.
 
+        ``tools`` are as Hugging Face templates iterate them. ``switches`` are further
+        variables, named and valued by the server, never by a request (I05).
         Raises TemplateRefused with the template's own words if it turns the
         messages down, InvalidRequest if it cannot print them or they cost more
         than the limits allow, ModelError if it breaks the sandbox's rules.
         """
         environment = self._environment.metered(self._limits.meter(len(messages), num_input_chars))
         values = {
+            **(switches or {}),
             **self._variables,
             "messages": messages,
+            "tools": tools,
+            "documents": None,  # templates of retrieval models test it without `is defined`
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -128,19 +144,14 @@ class ChatTemplate:
                 param="messages",
                 code="template_failed",
             ) from None
-        spans = spans_of(text)
-        return Rendered(
-            text=str.__str__(text),
-            placed=tuple((start, end) for start, end, origin in spans if origin == PLACED),
-            origins=tuple(span for span in spans if span[2] != PLACED),
-        )
+        return Rendered(text=str.__str__(text), spans=spans_of(text))
 
 
 def _reason(reason: str) -> str:
     """The template's words; text from outside is left out, it never enters an error."""
     shown = ""
     position = 0
-    for start, end, origin in spans_of(reason):
+    for start, end, origin, _ in spans_of(reason):
         if origin == PLACED:
             shown += ("" if start == position else "…") + reason[start:end]
             position = end

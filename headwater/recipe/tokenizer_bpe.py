@@ -42,6 +42,8 @@ _SEAL = "\U0010ffff"  # a noncharacter: valid in Unicode strings, never assigned
 _NAMES_START = 0xF0000  # plane 15 is private use: _SEAL + chr(_NAMES_START + k) names control k
 _MAX_CONTROLS = 0xFFFE
 _BREAK = _SEAL + "\U00100000"
+# Marks of reasoning, also for models whose format is not a chat template.
+_MARKS = frozenset({"<think>", "</think>"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ def _is_control(token: AddedToken, chat_template: str) -> bool:
     id (runs of spaces, ``<h1>``). Only the second may come from text.
     """
     content = token["content"]
-    if token.get("special", False):
+    if token.get("special", False) or content in _MARKS:
         return True
     if not content.replace(SPACE, " ").strip():
         return False

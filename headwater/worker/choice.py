@@ -7,10 +7,12 @@ nothing, decides nothing. Only ``scheduler`` uses it.
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from headwater.core.blocks import BlockId
-from headwater.core.errors import EngineFault
+from headwater.core.errors import EngineFault, InvalidRequest
+from headwater.core.ports import Matcher, MatcherFactory
 from headwater.core.randomness import derived_seed
 from headwater.core.request import PromptReport, Request, SampledToken, SamplingParams
 from headwater.core.sequence import Prefilling, Sequence, Waiting
@@ -18,6 +20,9 @@ from headwater.core.step import RowResult, SampleSpec, SequenceId, StepRow
 from headwater.decode.stopping import StopRule
 from headwater.kv.manager import Probe
 from headwater.prefill.plan import ServiceOrder
+
+_NO_IDS: frozenset[int] = frozenset()
+_NO_WAY_ON = "the output constraint leaves no token that could follow"
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +38,7 @@ class ChoiceGroup:
     choices: dict[int, Choice] = field(default_factory=dict)  # by index
     siblings: deque[Choice] = field(default_factory=deque)
     is_prompt_counted: bool = False  # by kv; once per request
+    compiling: Future[MatcherFactory] | None = None  # nobody starts before it is done
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +55,9 @@ class Choice:
     reports_prompt: bool = False  # it was the one whose admission counted the prompt
     num_computed_before: int = 0  # at the last preemption
     prompt_logprobs: list[SampledToken] = field(default_factory=list)
+    # With a constraint. Both belong to the output, not to its KV: a preemption keeps them.
+    matcher: Matcher | None = None
+    allowed_bits: bytes | None = None  # of the next token
 
     @classmethod
     def of(
@@ -114,6 +123,50 @@ class Choice:
     def max_hit_tokens(self) -> int | None:
         return len(self.prompt_logprobs) if self.wants_prompt_scores else None
 
+    # The output constraint
+
+    def begin_matching(self, matcher: Matcher) -> str | None:
+        """Take ``matcher`` for the whole output; what is wrong if no token can begin it."""
+        self.matcher = matcher
+        return self._look_ahead() or (_NO_WAY_ON if self.is_matched else None)
+
+    def match(self, token_id: int) -> str | None:
+        """Go on with a committed token; what is wrong if none can follow it."""
+        if self.matcher is None:
+            return None
+        if not self.matcher.accept(token_id):
+            return f"the output constraint does not allow token {token_id}, which was chosen"
+        return self._look_ahead()
+
+    @property
+    def is_matched(self) -> bool:
+        """Whether the output is a whole one: the constraint has nothing more to come."""
+        return self.matcher is not None and self.allowed_bits is None
+
+    def _look_ahead(self) -> str | None:
+        """Set ``allowed_bits`` to what may come next. They stay None at the end: nobody
+        asks for a mask there (F05)."""
+        matcher = self.matcher
+        self.allowed_bits = None
+        if matcher is None or matcher.must_stop:
+            return None
+        try:
+            bits = matcher.allowed_bits()
+        except InvalidRequest as error:
+            return str(error)
+        banned = self.stop.banned_ids(self.sequence.num_output_tokens)
+        ignored = (
+            self.sequence.request.stop.end_token_ids
+            if self.sequence.request.stop.ignore_end
+            else _NO_IDS
+        )
+        if banned or ignored:
+            bits = _without(bits, banned | ignored)
+        if bits != bytes(len(bits)):
+            self.allowed_bits = bits
+            return None
+        return None if matcher.is_complete else _NO_WAY_ON
+
     # Rows
 
     def decode_row(self, block_table: tuple[BlockId, ...]) -> StepRow:
@@ -156,6 +209,7 @@ class Choice:
             prompt_tokens=sequence.request.prompt_tokens if repetition else (),
             output_tokens=sequence.output_tokens if output else (),
             banned_ids=self.stop.banned_ids(sequence.num_output_tokens),
+            allowed_bits=self.allowed_bits,
         )
 
     # Results
@@ -192,3 +246,12 @@ def check_result(row: StepRow, result: RowResult) -> None:
             f"the engine's result for sequence {result.sequence_id} does not answer "
             f"the row of sequence {row.sequence_id}"
         )
+
+
+def _without(bits: bytes, ids: frozenset[int]) -> bytes:
+    """``bits`` (as of ``ports.Matcher``) less ``ids``."""
+    left = bytearray(bits)
+    for token_id in ids:
+        if 0 <= token_id < 8 * len(left):
+            left[token_id // 8] &= ~(1 << token_id % 8)
+    return bytes(left)

@@ -30,6 +30,7 @@ from headwater.core.tokenizer_source import TokenizerSource
 log = logging.getLogger("headwater.worker")
 
 IDLE_WAIT_S = 1.0
+COMPILE_WAIT_S = 0.002  # while nobody but a constraint's compilation is waited for
 
 
 class StepScheduler(Protocol):
@@ -37,6 +38,9 @@ class StepScheduler(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def is_compiling(self) -> bool: ...
+    def take_compiled(self) -> list[SequenceOutput]: ...
     def submit(self, request: Request) -> None: ...
     def abort(self, request_id: RequestId, index: int | None = None) -> list[SequenceOutput]: ...
     def plan(self) -> StepPlan | None: ...
@@ -83,12 +87,16 @@ class WorkerLoop:
 
     def _turn(self) -> bool:
         """One round; False after a Stop."""
-        wait_s = 0.0 if self._scheduler.has_work else IDLE_WAIT_S
+        if self._scheduler.has_work:
+            wait_s = 0.0
+        else:
+            wait_s = COMPILE_WAIT_S if self._scheduler.is_compiling else IDLE_WAIT_S
         outputs: list[SequenceOutput] = []
         for message in self._port.receive(wait_s):
             if isinstance(message, Stop):
                 return False
             outputs.extend(self._handle(message))
+        outputs.extend(self._scheduler.take_compiled())
         timing = self._step(outputs)
         if outputs or timing is not None:
             self._port.send(

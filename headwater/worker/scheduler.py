@@ -1,8 +1,8 @@
 """What one worker computes next: a step is planned, run by the engine, applied.
 
-    submit -> waiting --admit--> prefilling --last chunk--> decoding -> finished
-                 ^                   |                         |
-                 +------preempt------+-------------------------+
+    submit -> (compiling) -> waiting --admit--> prefilling --last chunk--> decoding -> finished
+                                ^                   |                         |
+                                +------preempt------+-------------------------+
 
 Asks ``prefill`` and ``decode`` for the policy and ``kv`` for the blocks, and
 carries both out; knows no tensors, clocks, sockets or text. The worker's loop
@@ -32,6 +32,7 @@ from headwater.prefill.plan import (
     plan_prefill,
 )
 from headwater.worker.choice import Choice, ChoiceGroup, check_result
+from headwater.worker.compiling import CompileQueue
 from headwater.worker.limits import SchedulerConfig, check_fits
 
 
@@ -39,14 +40,21 @@ class Scheduler:
     """All sequences of one worker. One step at a time: plan, then apply or fail."""
 
     def __init__(
-        self, kv: KVManager, config: SchedulerConfig, identity_of: Callable[[str], CacheIdentity]
+        self,
+        kv: KVManager,
+        config: SchedulerConfig,
+        identity_of: Callable[[str], CacheIdentity],
+        compile_queue: CompileQueue | None = None,
     ) -> None:
-        """``identity_of(tenant)`` names what the KV of that tenant's tokens depends on."""
+        """``identity_of(tenant)`` names what the KV of that tenant's tokens depends on.
+        Without ``compile_queue``, constraints are refused."""
         self._kv = kv
         self._config = config
         self._identity_of = identity_of
+        self._compile_queue = compile_queue
         self._groups: dict[RequestId, ChoiceGroup] = {}
         self._choices: dict[SequenceId, Choice] = {}  # unfinished, in any state
+        self._compiling: dict[RequestId, ChoiceGroup] = {}  # all their choices are siblings
         self._waiting: list[tuple[ServiceOrder, SequenceId]] = []  # sorted
         self._prefilling: dict[SequenceId, Choice] = {}
         self._decoding: dict[SequenceId, Choice] = {}
@@ -62,7 +70,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._choices)
+        """Whether there is something to plan."""
+        return bool(self._waiting or self._prefilling or self._decoding)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether somebody waits for a constraint: ask ``take_compiled`` again soon."""
+        return bool(self._compiling)
 
     def submit(self, request: Request) -> None:
         """Queue all choices. Raises PromptTooLong or InvalidRequest if one could never finish."""
@@ -74,6 +88,10 @@ class Scheduler:
             pool_tokens=self._kv.group.num_tokens,
         )
         group = ChoiceGroup(request)
+        if request.constraint is not None:
+            if self._compile_queue is None:
+                raise InvalidRequest("this worker cannot enforce output constraints")
+            group.compiling = self._compile_queue.start(request.constraint)
         self._groups[request.request_id] = group
         for index in range(request.num_choices):
             choice = Choice.of(
@@ -87,7 +105,31 @@ class Scheduler:
             self._choices[choice.sequence_id] = choice
             group.choices[index] = choice
             group.siblings.append(choice)
-        self._appoint_leader(group)
+        if group.compiling is None:
+            self._appoint_leader(group)
+        else:
+            self._compiling[request.request_id] = group
+
+    def take_compiled(self) -> list[SequenceOutput]:
+        """Queue those whose constraint is ready; the outputs of those that it ended."""
+        outputs = []
+        for group in list(self._compiling.values()):
+            if group.compiling is None or not group.compiling.done():
+                continue
+            del self._compiling[group.request.request_id]
+            try:
+                new_matcher = group.compiling.result()
+            except InvalidRequest as error:
+                for choice in list(group.choices.values()):
+                    outputs.append(self._finish(choice, FinishReason.FAILED, error=str(error)))
+                continue
+            for choice in list(group.choices.values()):
+                wrong = choice.begin_matching(new_matcher())
+                if wrong is not None:
+                    outputs.append(self._finish(choice, FinishReason.FAILED, error=wrong))
+            if group.siblings:
+                self._appoint_leader(group)
+        return outputs
 
     def abort(self, request_id: RequestId, index: int | None = None) -> list[SequenceOutput]:
         """End one choice, or all. Gives the outputs of those that ended now; one in a
@@ -110,7 +152,7 @@ class Scheduler:
         rows = self._plan_decode()
         rows += self._plan_prefill(num_decode_rows=len(rows))
         if not rows:
-            if self._choices:
+            if self.has_work:
                 raise AuditError(f"{len(self._choices)} sequences, but no step can be planned")
             return None
         self._in_flight = StepPlan(tuple(rows))
@@ -162,6 +204,9 @@ class Scheduler:
             num_hit_tokens=kv.num_hit_tokens,
             num_miss_tokens=kv.num_miss_tokens,
             num_output_tokens=self._num_output_tokens,
+            num_cached_grammars=(
+                0 if self._compile_queue is None else self._compile_queue.num_cached_grammars
+            ),
         )
 
     def audit(self) -> None:
@@ -319,6 +364,11 @@ class Scheduler:
             return self._finish(choice, FinishReason.STOP, stop_token_id=token.token_id)
         sequence.advance(Committed(token.token_id))
         self._num_output_tokens += 1
+        wrong = choice.match(token.token_id)
+        if wrong is not None:
+            return self._finish(choice, FinishReason.FAILED, tokens=(token,), error=wrong)
+        if choice.is_matched:  # no step for an end id that would say nothing new
+            return self._finish(choice, FinishReason.STOP, tokens=(token,))
         if stop.is_full(sequence.num_output_tokens):
             return self._finish(choice, FinishReason.LENGTH, tokens=(token,))
         if self._prefilling.pop(choice.sequence_id, None) is not None:
@@ -354,6 +404,9 @@ class Scheduler:
         del group.choices[sequence.index]
         if not group.choices:
             del self._groups[sequence.request.request_id]
+            self._compiling.pop(sequence.request.request_id, None)
+            if group.compiling is not None:
+                group.compiling.cancel()  # has no effect once it runs
         elif choice.is_leader and group.siblings:  # it ended before the prompt was published
             self._appoint_leader(group)
         return SequenceOutput(

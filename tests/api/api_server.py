@@ -20,6 +20,7 @@ import httpx
 import uvicorn
 
 from headwater.api import ApiConfig, create_app
+from headwater.api.conversing import ConstraintCheck, refuse_constraints
 from headwater.core.control import StepTiming, WorkerLoad
 from headwater.core.ports import ServiceStatus
 from headwater.core.request import (
@@ -34,6 +35,7 @@ from headwater.core.request import (
 )
 from headwater.core.tokenizer_source import TokenizerSource
 from headwater.recipe.chat import ChatRecipe
+from headwater.recipe.recipe import Recipe
 
 Script = Callable[[Request], AsyncIterator[SequenceOutput]]
 
@@ -194,6 +196,7 @@ class ScriptedGenerator:
 
     script: Script = field(default_factory=lambda: say("hello"))
     info: ModelInfo | None = INFO
+    home: ModelInfo = INFO  # what ``play`` sets ``info`` back to
     ready: bool = True
     reason: str = "ready"
     requests: list[Request] = field(default_factory=list)
@@ -227,7 +230,7 @@ class ScriptedGenerator:
         self.script = script
         self.requests.clear()
         self.aborted.clear()
-        self.info = INFO
+        self.info = self.home
         self.ready, self.reason = True, "ready"
 
     def wait_idle(self, within_s: float = 2.0) -> None:
@@ -261,6 +264,14 @@ class Served:
         body = {"model": MODEL_ID, "messages": [{"role": "user", "content": content}]} | fields
         return self.post("/v1/chat/completions", body)
 
+    def message(self, content: object = "hi", **fields: object) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": MODEL_ID, "max_tokens": 1000, "messages": messages} | fields
+        return self.post("/v1/messages", body)
+
+    def respond(self, content: object = "hi", **fields: object) -> httpx.Response:
+        return self.post("/v1/responses", {"model": MODEL_ID, "input": content} | fields)
+
     def complete(self, prompt: object = "hi", **fields: object) -> httpx.Response:
         return self.post("/v1/completions", {"model": MODEL_ID, "prompt": prompt} | fields)
 
@@ -288,15 +299,20 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    config: ApiConfig | None = None, generator: ScriptedGenerator | None = None
+    config: ApiConfig | None = None,
+    generator: ScriptedGenerator | None = None,
+    *,
+    recipe: Recipe | None = None,
+    check_constraint: ConstraintCheck = refuse_constraints,
 ) -> Iterator[Served]:
     """The app on a free loopback port, in a thread with its own event loop."""
     generator = generator or ScriptedGenerator()
     app = create_app(
         generator,
-        byte_recipe(),
+        recipe or byte_recipe(),
         replace(config or ApiConfig(), refusal_wait_s=0.02),
         SteadyClock(),
+        check_constraint=check_constraint,
     )
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(

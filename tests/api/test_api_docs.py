@@ -1,11 +1,13 @@
-"""The room's page names every field, refusal and metric that the code has."""
+"""The pages name every field, refusal and metric that the code has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from headwater.api.anthropic.bodies import COUNT_TABLE, MESSAGES_TABLE, MessagesBody
 from headwater.api.decode import FieldTable
 from headwater.api.openai.bodies import (
     CHAT_TABLE,
@@ -13,26 +15,41 @@ from headwater.api.openai.bodies import (
     ChatBody,
     CompletionBody,
 )
+from headwater.api.openai.responses_bodies import RESPONSES_TABLE, ResponsesBody
+from headwater.api.openai.tokenize import TOKENIZE_TABLE, TokenizeBody
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "rooms" / "api.md").read_text(encoding="utf-8")
-METRICS = (ROOT / "tests" / "api" / "api_metrics.txt").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+DIALECTS = (DOCS / "dialects.md").read_text(encoding="utf-8")
+ROOM = (DOCS / "rooms" / "api.md").read_text(encoding="utf-8")
+METRICS = (Path(__file__).parent / "api_metrics.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("body", [ChatBody, CompletionBody])
-def test_every_field_of_a_body_is_on_the_page(
-    body: type[ChatBody] | type[CompletionBody],
-) -> None:
+@pytest.mark.parametrize(
+    "body", [ChatBody, CompletionBody, ResponsesBody, MessagesBody, TokenizeBody]
+)
+def test_every_field_of_a_body_is_on_the_page(body: type[msgspec.Struct]) -> None:
     fields = body.__struct_encode_fields__
-    assert not [name for name in fields if f"`{name}`" not in PAGE and f"`{name}." not in PAGE]
+    said = (f"`{name}{end}" for name in fields for end in ("`", ".", ": "))
+    named = {text.strip("`.: ") for text in said if text in DIALECTS}
+    assert not [name for name in fields if name not in named]
 
 
-@pytest.mark.parametrize("table", [CHAT_TABLE, COMPLETION_TABLE])
+@pytest.mark.parametrize(
+    "table",
+    [
+        CHAT_TABLE,
+        COMPLETION_TABLE,
+        RESPONSES_TABLE,
+        MESSAGES_TABLE,
+        COUNT_TABLE,
+        TOKENIZE_TABLE,
+    ],
+)
 def test_every_refused_and_ignored_field_is_on_the_page(table: FieldTable) -> None:
     names = [*table.refused, *table.ignored]
-    assert not [name for name in names if f"`{name}`" not in PAGE]
+    assert not [name for name in names if f"`{name}`" not in DIALECTS]
 
 
 def test_every_metric_is_on_the_page() -> None:
     names = [line.split()[0] for line in METRICS.splitlines()]
-    assert not [name for name in names if f"`{name}`" not in PAGE]
+    assert not [name for name in names if f"`{name}`" not in ROOM]

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from anthropic import Anthropic
 from journey_server import Served, serving
 from openai import AsyncOpenAI, OpenAI
 
@@ -157,3 +158,41 @@ def test_j06_nothing_that_was_said_is_in_the_log(served: Served, client: OpenAI)
     )
     served.post("/v1/chat/completions", {"messages": marker})
     assert marker not in Path(served.log).read_text()
+
+
+def test_b03_k01_the_three_dialects_give_one_answer_from_one_cached_prompt(
+    served: Served, client: OpenAI
+) -> None:
+    system = "You answer in one short sentence and you never explain how you know it."
+    chat = client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "system", "content": system}, {"role": "user", "content": QUESTION}],
+        temperature=0,
+        max_tokens=24,
+    )
+    assert chat.usage is not None
+    text, total = chat.choices[0].message.content, chat.usage.prompt_tokens
+    response = client.responses.create(
+        model="smollm2", instructions=system, input=QUESTION, temperature=0, max_output_tokens=24
+    )
+    assert response.usage is not None
+    assert (response.output_text, response.usage.input_tokens) == (text, total)
+    cached = response.usage.input_tokens_details.cached_tokens
+    assert 0 < cached < total
+    with Anthropic(base_url=served.root, api_key="none", max_retries=0) as anthropic:
+        counted = anthropic.messages.count_tokens(
+            model="smollm2", system=system, messages=[{"role": "user", "content": QUESTION}]
+        )
+        with anthropic.messages.stream(
+            model="smollm2",
+            system=system,
+            messages=[{"role": "user", "content": QUESTION}],
+            max_tokens=24,
+            extra_body={"temperature": 0},
+        ) as stream:
+            streamed = "".join(stream.text_stream)
+            usage = stream.get_final_message().usage
+    assert streamed == text
+    assert usage.cache_read_input_tokens == cached
+    assert usage.input_tokens == total - cached
+    assert counted.input_tokens == total

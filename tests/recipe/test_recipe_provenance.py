@@ -64,26 +64,36 @@ def test_operations_give_the_plain_value_and_never_call_outside_text_placed(
     result = operation(traced)
     assert result == operation(plain)
     previous = 0
-    for start, end, origin in spans_of(result):
+    for start, end, origin, _ in spans_of(result):
         assert previous <= start < end <= len(result)
         previous = end
         wrong = "mnopqr" if origin == PLACED else "abcdef"
         assert not set(wrong) & set(result[start:end])
 
 
+@pytest.mark.parametrize("name", OPERATIONS)
+@given(text=st.text("mnopqr \n", max_size=12))
+def test_each_character_of_outside_text_knows_its_place(name: str, text: str) -> None:
+    whole = placed("ab") + outside(text, 5) + placed("c")
+    result = OPERATIONS[name](whole)
+    for start, end, origin, first in spans_of(result):
+        if origin != PLACED:
+            assert result[start:end] == text[first : first + end - start]
+
+
 @given(parts=PARTS)
 def test_joining_slicing_and_stripping_lose_no_origin(parts: list[tuple[str, str]]) -> None:
     traced = joined(map(part, parts)).strip()[1:-1].replace("c", placed("cc"))
-    known = {i for start, end, origin in spans_of(traced) for i in range(start, end)
+    known = {i for start, end, origin, _ in spans_of(traced) for i in range(start, end)
              if origin == PLACED}  # fmt: skip
     assert {i for i, char in enumerate(traced) if char in "abcdef"} <= known
 
 
 def test_case_changes_keep_origins_only_where_lengths_stay() -> None:
-    assert spans_of(placed("ab").upper()) == ((0, 2, PLACED),)
+    assert spans_of(placed("ab").upper()) == ((0, 2, PLACED, 0),)
     assert spans_of(placed("aß").upper()) == ()
-    assert spans_of(outside("ab", 2).title()) == ((0, 2, 2),)
-    assert spans_of((placed("Ab") + "x").lower().capitalize()) == ((0, 2, PLACED),)
+    assert spans_of(outside("ab", 2).title()) == ((0, 2, 2, 0),)
+    assert spans_of((placed("Ab") + "x").lower().capitalize()) == ((0, 2, PLACED, 0),)
 
 
 def test_what_is_not_tracked_is_outside_text() -> None:

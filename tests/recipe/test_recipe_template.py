@@ -91,7 +91,7 @@ def test_origins_say_which_message_text_came_from() -> None:
         "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}", " ab ", num_messages=3
     )
     assert rendered.text == "<ab><ab><ab>"
-    assert rendered.origins == ((1, 3, 0), (5, 7, 1), (9, 11, 2))
+    assert rendered.origins == [(1, 3, 0, 1), (5, 7, 1, 1), (9, 11, 2, 1)]
 
 
 def test_blocks_are_trimmed_as_hugging_face_templates_expect() -> None:

@@ -65,7 +65,7 @@ def test_b01_no_text_becomes_a_control_id_and_decoding_gives_the_text_back(
     text = "".join(data.draw(st.lists(parts, max_size=12)))
     ids = tokenizer.encode_text(text)
     assert not any(map(tokenizer.is_control, ids))
-    if name == "qwen":  # its own tokenizer composes characters (NFC), so text may change form
+    if name in ("qwen", "qwen3"):  # their tokenizers compose characters (NFC): text changes form
         return
     if name in ("inst", "metaspace", "gemma"):  # U+2581 spells a space there
         text = text.replace("\u2581", " ")

@@ -22,7 +22,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADWATER_COMMAND = re.compile(
-    r"(?:\.venv/bin/headwater|headwater|python3 run\.py) (?P<rest>(?:serve|chat|doctor|bench)\b.*)"
+    r"(?:\.venv/bin/headwater|headwater|python3 run\.py) "
+    r"(?P<rest>(?:serve|chat|doctor|bench|recipe)\b.*)"
 )
 
 

@@ -20,7 +20,7 @@ from headwater.core.request import (
 )
 from headwater.core.step import RowResult, SequenceId, StepPlan, StepResult, StepRow
 from headwater.core.tokenizer_source import TokenizerSource
-from headwater.worker.loop import WorkerLoop
+from headwater.worker.loop import COMPILE_WAIT_S, IDLE_WAIT_S, WorkerLoop
 
 LOAD = Load(
     num_waiting=0, num_prefilling=0, num_decoding=0, num_free_blocks=0, num_cached_blocks=0,
@@ -60,11 +60,20 @@ class FakeScheduler:
         self.queue: list[Request] = []
         self.aborted: list[tuple[RequestId, int | None]] = []
         self.num_audits = 0
+        self.num_compiling_turns = 0
         self.failed: list[EngineFault] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self.queue)
+
+    @property
+    def is_compiling(self) -> bool:
+        return self.num_compiling_turns > 0
+
+    def take_compiled(self) -> list[SequenceOutput]:
+        self.num_compiling_turns = max(self.num_compiling_turns - 1, 0)
+        return []
 
     def submit(self, request: Request) -> None:
         if request.num_prompt_tokens > 64:
@@ -218,3 +227,10 @@ def test_stop_ends_the_loop_before_another_step() -> None:
     engine = FakeEngine()
     run(ScriptedPort([Submit(request=request()), Stop()]), engine=engine)
     assert engine.num_runs == 0
+
+
+def test_it_looks_again_soon_while_only_a_constraint_is_waited_for() -> None:
+    port, scheduler = ScriptedPort([], [], []), FakeScheduler()
+    scheduler.num_compiling_turns = 2
+    run(port, scheduler)
+    assert port.waits == [COMPILE_WAIT_S, COMPILE_WAIT_S, IDLE_WAIT_S, IDLE_WAIT_S]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headwater.api.decode import FieldTable
+from headwater.api.decode import NULL, FieldTable
 
 
 class StreamOptions(msgspec.Struct):
@@ -17,7 +17,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
-    """Fields of both generating routes."""
+    """Fields of all routes that take OpenAI's sampling."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -44,16 +44,94 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = NULL  # JSON text, as OpenAI has it, or an object
+
+
+class CallBody(msgspec.Struct):
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
 class Message(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
-    function_call: msgspec.Raw | None = None
+    tool_calls: list[CallBody] | None = None
+    function_call: msgspec.Raw = NULL
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    prefix: bool | None = None  # DeepSeek's: the model goes on with this last message
 
 
-class ChatBody(CommonBody, kw_only=True):
+class FunctionBody(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = NULL
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct):
+    type: str
+    function: FunctionBody | None = None
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class ToolChoiceBody(msgspec.Struct):
+    type: str
+    function: NamedFunction | None = None
+
+
+class ThinkingBody(msgspec.Struct):
+    """DeepSeek's switch: ``{"type": "enabled"}`` or ``{"type": "disabled"}``."""
+
+    type: str
+
+
+class TemplateKwargs(msgspec.Struct, forbid_unknown_fields=True):
+    """The one word that a request may say to a template (I05)."""
+
+    enable_thinking: bool | None = None
+
+
+class NamedSchema(msgspec.Struct):
+    schema: msgspec.Raw = NULL
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """Exactly one of them; ``json`` is a schema, as an object or as text."""
+
+    json: msgspec.Raw = NULL
+    regex: str | None = None
+    grammar: str | None = None
+
+
+class PromptBody(CommonBody, kw_only=True):
+    """What decides a chat prompt besides its messages: shared with ``/tokenize``."""
+
+    tools: list[ToolBody] | None = None
+    tool_choice: str | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    thinking: ThinkingBody | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class ChatBody(PromptBody, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -76,7 +154,6 @@ _IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
         "prediction",
     }
 )
@@ -84,12 +161,8 @@ _IGNORED = frozenset(
 # Understood and not served. The tuples hold the values that ask for nothing.
 _REFUSED: dict[str, tuple[object, ...]] = {
     "store": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -113,16 +186,13 @@ CHAT_TABLE = FieldTable(
     | {
         "audio": (),
         "modalities": (["text"],),
-        "reasoning_effort": (),
         "reasoning": (),
-        "thinking": (),
         "verbosity": ("medium",),
         "web_search_options": (),
         "echo": (False,),
         "best_of": (1,),
         # Templates come from the model, never from a request.
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "documents": ([],),
         "continue_final_message": (False,),
         "add_generation_prompt": (True,),
@@ -135,6 +205,11 @@ CHAT_TABLE = FieldTable(
 COMPLETION_TABLE = FieldTable(
     refused=_REFUSED
     | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
         "suffix": ("",),
         "top_logprobs": (),
         "add_special_tokens": (True,),

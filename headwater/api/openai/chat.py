@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET
 from starlette.responses import Response
@@ -14,46 +14,58 @@ from headwater.api import ranges
 from headwater.api.admission import Ask
 from headwater.api.calls import CallFacts
 from headwater.api.config import ApiConfig
-from headwater.api.decode import BodyDecoder, UnknownNames, unsupported
+from headwater.api.conversing import Conversing
+from headwater.api.decode import BodyDecoder, UnknownNames
 from headwater.api.failure import Failure
 from headwater.api.generation import ChoiceEvent, Generation
 from headwater.api.openai import wire
-from headwater.api.openai.bodies import CHAT_TABLE, ChatBody, ContentPart, Message
+from headwater.api.openai.bodies import CHAT_TABLE, ChatBody
+from headwater.api.openai.conversation import chat_conversation
 from headwater.api.openai.errors import error_frame, error_response
-from headwater.api.openai.models import check_model
 from headwater.api.openai.sampling import (
     MAX_TOP_LOGPROBS,
     build_ask,
     include_usage,
 )
+from headwater.api.segments import CallSegment, ReasoningSegment, segments
+from headwater.api.served import check_model
+from headwater.api.stream import COMMENT_FRAME
 from headwater.core.errors import InvalidRequest
-from headwater.recipe.chat import ChatRecipe
-from headwater.recipe.messages import ChatMessage
+from headwater.recipe.conversation import Conversation
 from headwater.recipe.output import OutputDelta, OutputStream, OutputToken, joined_deltas
-from headwater.recipe.text import join_text_parts
+from headwater.recipe.parts import (
+    AnswerText,
+    Part,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallStart,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatDialect:
     """Implements :class:`headwater.api.calls.Dialect`."""
 
-    recipe: ChatRecipe
+    conversing: Conversing
     config: ApiConfig
     decoder: BodyDecoder[ChatBody]
     id_prefix: str = field(default="chatcmpl-", init=False)
+    keepalive_frame: bytes = field(default=COMMENT_FRAME, init=False)
 
     @classmethod
-    def create(cls, recipe: ChatRecipe, config: ApiConfig, unknown: UnknownNames) -> ChatDialect:
+    def create(
+        cls, conversing: Conversing, config: ApiConfig, unknown: UnknownNames
+    ) -> ChatDialect:
         decoder = BodyDecoder(ChatBody, CHAT_TABLE, strict=config.strict, unknown=unknown)
-        return cls(recipe, config, decoder)
+        return cls(conversing, config, decoder)
 
     def parse(self, body: bytes, facts: CallFacts) -> ChatCall:
         fields = self.decoder.decode(body)
         model = check_model(fields.model, facts, self.config)
         max_name, max_tokens = _max_tokens(fields)
-        # Numbers first: they cost nothing, rendering and tokenising do.
+        # Numbers first: they cost nothing, rendering, tokenising and compiling do.
         num_logprobs = _num_logprobs(fields)
-        ranges.count("messages", len(fields.messages), self.config.max_messages, "messages")
+        spoken = chat_conversation(fields.messages, fields, self.config)
         ask = build_ask(
             fields,
             facts.info,
@@ -62,17 +74,14 @@ class ChatDialect:
             max_name=max_name,
             max_tokens=max_tokens,
             num_logprobs=num_logprobs,
-            prompts=lambda: (
-                self.recipe.encode_chat(
-                    [chat_message(m, f"messages[{i}]") for i, m in enumerate(fields.messages)]
-                ).tokens,
-            ),
+            prompts=lambda: (self.conversing.encode(spoken).tokens,),
         )
         return ChatCall(
-            recipe=self.recipe,
+            conversing=self.conversing,
+            conversation=spoken.conversation,
             facts=facts,
             model=model,
-            ask=ask,
+            ask=replace(ask, constraint=self.conversing.constraint(spoken)),
             stream=bool(fields.stream),
             include_usage=include_usage(fields),
         )
@@ -80,15 +89,13 @@ class ChatDialect:
     def error_response(self, failure: Failure) -> Response:
         return error_response(failure)
 
-    def error_frame(self, failure: Failure) -> bytes:
-        return error_frame(failure)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
     """Implements :class:`headwater.api.calls.ParsedCall`."""
 
-    recipe: ChatRecipe
+    conversing: Conversing
+    conversation: Conversation
     facts: CallFacts
     model: str
     ask: Ask
@@ -96,17 +103,22 @@ class ChatCall:
     include_usage: bool
 
     def open_output(self, position: int) -> OutputStream:
-        return OutputStream(
-            self.recipe.tokenizer,
+        return self.conversing.open_output(
+            self.conversation,
             stop_strings=self.ask.stop_strings,
             previous_id=self.ask.prompts[position][-1],
+            list_tokens=self._wants_logprobs,
         )
+
+    def error_frame(self, failure: Failure) -> bytes:
+        return error_frame(failure)
 
     async def frames(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         begun: set[int] = set()
+        calling: set[int] = set()
         async with aclosing(generation.events()) as events:
             async for event in events:
-                chunks = self._chunks(event, first=event.choice not in begun)
+                chunks = self._chunks(event, calling, first=event.choice not in begun)
                 begun.add(event.choice)
                 if chunks:
                     yield b"".join(chunks)
@@ -133,26 +145,55 @@ class ChatCall:
         )
 
     def _choice(self, index: int, all_of_it: OutputDelta) -> wire.ChatChoice:
+        turn = segments(all_of_it.parts)
+        calls = [
+            wire.ToolCallWire(
+                wire.FunctionCallWire(segment.name, segment.arguments),
+                id=segment.call_id,
+                type="function",
+            )
+            for segment in turn
+            if isinstance(segment, CallSegment)
+        ]
+        reasoning = "".join(s.text for s in turn if isinstance(s, ReasoningSegment))
         return wire.ChatChoice(
             index=index,
-            message=wire.ChatMessageWire(content=all_of_it.text),
+            message=wire.ChatMessageWire(
+                # OpenAI's clients expect null, not "", beside calls.
+                content=all_of_it.text or (None if calls else ""),
+                reasoning_content=reasoning or UNSET,
+                tool_calls=calls or UNSET,
+            ),
             logprobs=self._logprobs(all_of_it.tokens),
-            finish_reason=wire.finish_word(all_of_it.finish),
+            finish_reason=wire.finish_word(all_of_it.finish, has_calls=bool(calls)),
         )
 
-    def _chunks(self, event: ChoiceEvent, *, first: bool) -> list[bytes]:
-        """The role in a chunk of its own, then text, then the finish in a chunk of its own."""
+    def _chunks(self, event: ChoiceEvent, calling: set[int], *, first: bool) -> list[bytes]:
+        """The role in a chunk of its own, then the parts, then the finish in one of its own.
+
+        ``calling`` gathers the choices that have made a call.
+        """
         chunks: list[bytes] = []
         index, delta = event.choice, event.delta
         if first:
             opening = wire.ChatDelta(role="assistant", content="")
             chunks.append(self._frame([wire.ChatChunkChoice(index, opening)]))
-        if delta.text or (delta.tokens and self._wants_logprobs):
-            part = wire.ChatDelta(content=delta.text)
-            choice = wire.ChatChunkChoice(index, part, self._logprobs(delta.tokens))
+        logprobs = self._logprobs(delta.tokens) if delta.tokens else None
+        for part in delta.parts:
+            piece = _piece(part)
+            if piece is None:
+                continue
+            if isinstance(part, ToolCallStart):
+                calling.add(index)
+            choice = wire.ChatChunkChoice(index, piece)
+            if isinstance(part, AnswerText):
+                choice.logprobs, logprobs = logprobs, None
             chunks.append(self._frame([choice]))
+        if logprobs is not None:  # of tokens whose text came earlier
+            rest = wire.ChatChunkChoice(index, wire.ChatDelta(content=""), logprobs)
+            chunks.append(self._frame([rest]))
         if delta.finish is not None:
-            word = wire.finish_word(delta.finish)
+            word = wire.finish_word(delta.finish, has_calls=index in calling)
             ending = wire.ChatChunkChoice(index, wire.ChatDelta(), finish_reason=word)
             chunks.append(self._frame([ending]))
         return chunks
@@ -181,39 +222,22 @@ class ChatCall:
         return wire.ChatLogprobs([_token_logprob(token) for token in tokens])
 
 
-def chat_message(message: Message, where: str) -> ChatMessage:
-    """One message in the recipe's form; raises InvalidRequest naming the part that cannot be.
-
-    A list of text parts is joined by the recipe's one rule (A27); null is "".
-    """
-    if message.tool_calls or message.function_call or message.role in ("tool", "function"):
-        raise unsupported(where, "a message with tool calls or a tool's result")
-    match message.content:
-        case None:
-            if message.role != "assistant":
-                raise InvalidRequest(
-                    f"{where}.content is missing", param=f"{where}.content", code="invalid_type"
-                )
-            content = ""
-        case str(text):
-            content = text
-        case parts:
-            content = join_text_parts(
-                _part_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts)
-            )
-    return ChatMessage(role=message.role, content=content, name=message.name)
-
-
-def _part_text(part: ContentPart, where: str) -> str:
-    if part.type not in ("text", "input_text", "output_text"):
-        raise unsupported(where, "a content part other than text")
-    if part.text is None:
-        raise InvalidRequest(
-            f"missing required field '{where}.text'",
-            param=f"{where}.text",
-            code="missing_required_parameter",
-        )
-    return part.text
+def _piece(part: Part) -> wire.ChatDelta | None:
+    """One part as a delta; the end of a call has none."""
+    match part:
+        case AnswerText(text=text):
+            return wire.ChatDelta(content=text)
+        case ReasoningText(text=text):
+            return wire.ChatDelta(reasoning_content=text)
+        case ToolCallStart(index=number, call_id=call_id, name=name):
+            function = wire.FunctionCallWire(name=name, arguments="")
+            call = wire.ToolCallWire(function, index=number, id=call_id, type="function")
+            return wire.ChatDelta(tool_calls=[call])
+        case ToolCallArguments(index=number, text=text):
+            function = wire.FunctionCallWire(arguments=text)
+            return wire.ChatDelta(tool_calls=[wire.ToolCallWire(function, index=number)])
+        case _:
+            return None
 
 
 def _max_tokens(body: ChatBody) -> tuple[str, int | None]:

@@ -24,31 +24,31 @@ from headwater.api.generation import ChoiceEvent, Generation
 from headwater.api.openai import wire
 from headwater.api.openai.bodies import COMPLETION_TABLE, CompletionBody
 from headwater.api.openai.errors import error_frame, error_response
-from headwater.api.openai.models import check_model
 from headwater.api.openai.sampling import (
     MAX_TOP_LOGPROBS,
     build_ask,
     include_usage,
 )
+from headwater.api.served import check_model
+from headwater.api.stream import COMMENT_FRAME
 from headwater.core.errors import InvalidRequest
 from headwater.core.request import FinishReason, PromptReport
-from headwater.recipe.chat import ChatRecipe
 from headwater.recipe.output import OutputStream, OutputToken, describe_prompt
+from headwater.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionDialect:
     """Implements :class:`headwater.api.calls.Dialect`."""
 
-    recipe: ChatRecipe
+    recipe: Recipe
     config: ApiConfig
     decoder: BodyDecoder[CompletionBody]
     id_prefix: str = field(default="cmpl-", init=False)
+    keepalive_frame: bytes = field(default=COMMENT_FRAME, init=False)
 
     @classmethod
-    def create(
-        cls, recipe: ChatRecipe, config: ApiConfig, unknown: UnknownNames
-    ) -> CompletionDialect:
+    def create(cls, recipe: Recipe, config: ApiConfig, unknown: UnknownNames) -> CompletionDialect:
         decoder = BodyDecoder(
             CompletionBody, COMPLETION_TABLE, strict=config.strict, unknown=unknown
         )
@@ -89,9 +89,6 @@ class CompletionDialect:
     def error_response(self, failure: Failure) -> Response:
         return error_response(failure)
 
-    def error_frame(self, failure: Failure) -> bytes:
-        return error_frame(failure)
-
     def _encode(self, prompt: str | list[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return self.recipe.encode_completion(prompt).tokens
@@ -108,7 +105,7 @@ class CompletionCall:
     ``echoes`` are the prompts' texts when the caller wants them before the output.
     """
 
-    recipe: ChatRecipe
+    recipe: Recipe
     facts: CallFacts
     model: str
     ask: Ask
@@ -122,7 +119,11 @@ class CompletionCall:
             stop_strings=self.ask.stop_strings,
             previous_id=self.ask.prompts[position][-1],
             text_offset=len(self.echoes[position]) if self.echoes else 0,
+            list_tokens=self._wants_logprobs,
         )
+
+    def error_frame(self, failure: Failure) -> bytes:
+        return error_frame(failure)
 
     async def frames(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         async with aclosing(generation.events()) as events:

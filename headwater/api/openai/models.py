@@ -1,41 +1,35 @@
-"""``GET /v1/models`` and ``/v1/models/{id}``, and the check of a body's ``model``."""
+"""``GET /v1/models`` and ``/v1/models/{id}``."""
 
 from __future__ import annotations
+
+from datetime import UTC, datetime
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headwater.api.calls import CallFacts, Door
-from headwater.api.config import ApiConfig
-from headwater.api.failure import FailureKind, Refused, failure_of, refused
+from headwater.api.calls import Door
+from headwater.api.failure import failure_of
 from headwater.api.openai.errors import error_response
-from headwater.core.errors import HeadwaterError, InvalidRequest
+from headwater.api.served import no_model, served_names
+from headwater.core.errors import HeadwaterError
 from headwater.core.request import ModelInfo
+from headwater.recipe.recipe import Capabilities
 
 
-def served_names(config: ApiConfig, info: ModelInfo) -> tuple[str, ...]:
-    """Names under which the one loaded model answers; the first is the default."""
-    return config.served_names or (info.model_id,)
-
-
-def check_model(name: str | None, facts: CallFacts, config: ApiConfig) -> str:
-    """The name to answer with. Without one the only model is meant, but not in strict mode."""
-    names = served_names(config, facts.info)
-    if name is None:
-        if config.strict:
-            raise InvalidRequest(
-                "missing required field 'model'", param="model", code="missing_required_parameter"
-            )
-        return names[0]
-    if name not in names:
-        raise _no_model(names)
-    return name
-
-
-def model_routes(door: Door) -> list[Route]:
+def model_routes(door: Door, capabilities: Capabilities) -> list[Route]:
+    """Cards in OpenAI's form, with what the model's format can carry, and with the
+    fields that Anthropic's client reads (``type``, ``display_name``, ``created_at``)."""
     started_s = int(door.unix_time_s())
+    started = datetime.fromtimestamp(started_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    abilities = {
+        "chat": capabilities.chat,
+        "tools": capabilities.tools,
+        "parallel_tools": capabilities.parallel_tools,
+        "forced_tools": capabilities.forced_tools,
+        "thinking": capabilities.thinking,
+    }
 
     def card(name: str, info: ModelInfo) -> dict[str, object]:
         return {
@@ -44,6 +38,12 @@ def model_routes(door: Door) -> list[Route]:
             "created": started_s,
             "owned_by": "headwater",
             "context_tokens": info.context_tokens,
+            "max_model_len": info.context_tokens,
+            "capabilities": abilities,
+            "notes": list(capabilities.notes),
+            "type": "model",
+            "display_name": name,
+            "created_at": started,
         }
 
     async def list_models(_: HttpRequest) -> Response:
@@ -52,14 +52,15 @@ def model_routes(door: Door) -> list[Route]:
         except HeadwaterError as error:
             return error_response(failure_of(error))
         cards = [card(name, info) for name in served_names(door.config, info)]
-        return _json({"object": "list", "data": cards})
+        page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+        return _json({"object": "list", "data": cards} | page)
 
     async def one_model(http: HttpRequest) -> Response:
         try:
             info = door.info()
             names = served_names(door.config, info)
             if (name := http.path_params["name"]) not in names:
-                raise _no_model(names)
+                raise no_model(names)
         except HeadwaterError as error:
             return error_response(failure_of(error))
         return _json(card(name, info))
@@ -69,17 +70,6 @@ def model_routes(door: Door) -> list[Route]:
         # Names of models may hold slashes.
         Route("/v1/models/{name:path}", one_model, methods=["GET"]),
     ]
-
-
-def _no_model(names: tuple[str, ...]) -> Refused:
-    # The name asked for is not repeated: it may be anything.
-    return refused(
-        404,
-        FailureKind.NOT_FOUND,
-        f"the model does not exist here; served: {', '.join(names)}",
-        param="model",
-        code="model_not_found",
-    )
 
 
 def _json(content: dict[str, object]) -> Response:

@@ -17,11 +17,8 @@ from headwater.core.request import ModelInfo, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_IDS = 256
-MAX_TEMPERATURE = 2.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
-# Larger asks mean "as much as fits" and are clamped to the room; a bound keeps sums sane.
-MAX_TOKENS_ASKED = 2**53
 
 
 def build_ask(
@@ -41,7 +38,7 @@ def build_ask(
     ``max_tokens`` is what the caller asked under ``max_name``; None means all the room.
     """
     if max_tokens is not None:
-        ranges.integer(max_name, max_tokens, 0, 0, MAX_TOKENS_ASKED)
+        ranges.integer(max_name, max_tokens, 0, 0, ranges.MAX_TOKENS_ASKED)
     min_tokens = ranges.integer("min_tokens", body.min_tokens, 0, 0, info.context_tokens)
     if max_tokens is not None and min_tokens > max_tokens:
         raise ranges.out_of_range("min_tokens", f"at most {max_name}", str(min_tokens))
@@ -69,7 +66,9 @@ def _sampling(
 ) -> SamplingParams:
     """``seed`` stays 0 here: admission sets it."""
     return SamplingParams(
-        temperature=ranges.number("temperature", body.temperature, 1.0, 0.0, MAX_TEMPERATURE),
+        temperature=ranges.number(
+            "temperature", body.temperature, 1.0, 0.0, ranges.MAX_TEMPERATURE
+        ),
         top_k=min(ranges.integer("top_k", body.top_k, 0, 0, 2**31 - 1), info.vocab_size),
         top_p=ranges.number("top_p", body.top_p, 1.0, 0.0, 1.0, above=True),
         min_p=ranges.number("min_p", body.min_p, 0.0, 0.0, 1.0),
@@ -99,15 +98,9 @@ def _stop_strings(body: CommonBody, config: ApiConfig) -> tuple[str, ...]:
         case None:
             return ()
         case str(one):
-            strings: tuple[str, ...] = (one,)
+            return ranges.stop_strings("stop", [one], config)
         case several:
-            ranges.count("stop", len(several), config.max_stop_strings, "strings")
-            strings = tuple(several)
-    if any(not text for text in strings):
-        raise InvalidRequest("stop: a string is empty", param="stop", code="invalid_value")
-    longest = max((len(text) for text in strings), default=0)
-    ranges.count("stop", longest, config.max_stop_chars, "characters in a string")
-    return strings
+            return ranges.stop_strings("stop", several, config)
 
 
 def _logit_bias(

@@ -17,13 +17,17 @@ from headwater.core.request import FinishReason, Usage
 DONE_FRAME = b"data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0
 
-FinishWord = Literal["stop", "length"]
+FinishWord = Literal["stop", "length", "tool_calls"]
 
 _encoder = msgspec.json.Encoder()
 
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
 
 
 class UsageWire(msgspec.Struct):
@@ -33,6 +37,7 @@ class UsageWire(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
     prompt_cache_hit_tokens: int
     prompt_cache_miss_tokens: int
 
@@ -55,8 +60,24 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionCallWire(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallWire(msgspec.Struct):
+    """A whole call, or with ``index`` a piece of one: then id, type and name come once."""
+
+    function: FunctionCallWire
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatMessageWire(msgspec.Struct):
-    content: str
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallWire] | UnsetType = UNSET
     role: Literal["assistant"] = "assistant"
     refusal: None = None
 
@@ -80,6 +101,8 @@ class ChatAnswer(msgspec.Struct):
 class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallWire] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -133,9 +156,15 @@ def frame(chunk: msgspec.Struct) -> bytes:
     return b"data: " + _encoder.encode(chunk) + b"\n\n"
 
 
-def finish_word(reason: FinishReason | None) -> FinishWord:
-    """Only endings that the caller was served have a word; the others are errors."""
-    return "length" if reason is FinishReason.LENGTH else "stop"
+def finish_word(reason: FinishReason | None, *, has_calls: bool = False) -> FinishWord:
+    """Only endings that the caller was served have a word; the others are errors.
+
+    ``tool_calls`` needs a call that is there (A16); one that the limit may have
+    cut short stays ``length``.
+    """
+    if reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if has_calls else "stop"
 
 
 def finite(logprob: float | None) -> float:
@@ -149,6 +178,7 @@ def usage_wire(usage: Usage) -> UsageWire:
         completion_tokens=usage.num_output_tokens,
         total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
         prompt_tokens_details=PromptTokensDetails(usage.num_hit_tokens),
+        completion_tokens_details=CompletionTokensDetails(usage.num_reasoning_tokens),
         prompt_cache_hit_tokens=usage.num_hit_tokens,
         prompt_cache_miss_tokens=usage.num_miss_tokens,
     )
