@@ -5,8 +5,3 @@ Generator port and turns what comes back into the caller's dialect. Knows no
 scheduler, no block and no tensor. Files directly in this folder are the same
 for every dialect; ``openai/`` and ``anthropic/`` hold what is theirs.
 """
-
-from headwater.api.app import create_app
-from headwater.api.config import ApiConfig, ApiKey
-
-__all__ = ["ApiConfig", "ApiKey", "create_app"]

@@ -1,6 +1,6 @@
 """Builds a worker's parts from settings: numerics, model, KV, engine, scheduler, loop.
 
-The one place where the rooms of a worker meet. The process (``launch.worker``)
+The one place where the rooms of a worker meet. The process (``worker_process``)
 and the tests' thread call it; it opens no socket, and the only threads are those
 that compile output constraints, from the first one on.
 """

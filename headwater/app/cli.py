@@ -167,9 +167,9 @@ def _add_worker(commands: _Commands) -> None:
 
 def _worker(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
-    from headwater.app import launch
+    from headwater.app import worker_process
 
-    return launch.worker(settings, connect=arguments.connect, worker_id=arguments.worker_id)
+    return worker_process.run(settings, connect=arguments.connect, worker_id=arguments.worker_id)
 
 
 def _add_doctor(commands: _Commands) -> None:

@@ -1,32 +1,27 @@
-"""Joins the rooms: ``serve`` is the front process, ``worker`` a worker process.
+"""The front process: joins door, recipe and router, and starts the worker.
 
     front:  HttpServer <- Gate <- api <- recipe <- router <- ProcessLauncher
     worker: WorkerLoop <- Scheduler <- kv, ModelEngine <- model <- numerics
 
-The only place that knows how parts fit together; it decides nothing itself.
+Knows how parts fit together and decides nothing itself; ``assemble`` does the same
+for the worker. What only the door needs is imported once the worker is on its way:
+the worker's start is the longer one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import socket
-import sys
-import threading
-import time
 from typing import TYPE_CHECKING
 
 from headwater import __version__
-from headwater.api.config import ApiConfig, ApiKey
 from headwater.app.processes import ProcessLauncher
+from headwater.app.runtime import EXIT_FAILED, EXIT_OK, MonotonicClock, set_up_logging
 from headwater.app.settings import (
     Settings,
     api_keys,
     describe_settings,
-    set_thread_environment,
-    usable_cores,
 )
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.ports import Clock
@@ -35,36 +30,10 @@ from headwater.router.policy import AdmissionLimits
 from headwater.router.service import Router, RouterConfig
 
 if TYPE_CHECKING:
+    from headwater.api.config import ApiConfig
     from headwater.api.gate import Gate
 
 log = logging.getLogger("headwater")
-
-EXIT_OK = 0
-EXIT_FAILED = 2
-EXIT_FRONT_GONE = 3
-
-
-class MonotonicClock:
-    """Seconds of this process; never set back."""
-
-    def now_s(self) -> float:
-        return time.monotonic()
-
-
-def set_up_logging(level: str) -> None:
-    """One line per event on stderr. No prompt, output or key is ever handed to it."""
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
-    # Libraries that tell each request's address and size at info or debug.
-    for name in ("httpx", "httpcore", "asyncio", "numba"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
-# ---- the front ----------------------------------------------------------------------
 
 
 def serve(settings: Settings) -> int:
@@ -188,6 +157,8 @@ def _router_config(settings: Settings) -> RouterConfig:
 
 
 def _api_config(settings: Settings) -> ApiConfig:
+    from headwater.api.config import ApiConfig, ApiKey
+
     server = settings.server
     return ApiConfig(
         keys=tuple(ApiKey.unnamed(key) for key in api_keys(server)),
@@ -199,39 +170,3 @@ def _api_config(settings: Settings) -> ApiConfig:
         keepalive_s=server.keepalive_s,
         access_log=server.access_log,
     )
-
-
-# ---- a worker -----------------------------------------------------------------------
-
-
-def worker(settings: Settings, *, connect: str, worker_id: str) -> int:
-    """A worker process: build, say Hello, work until told to stop or the front is gone."""
-    set_up_logging(settings.server.log_level)
-    # Ctrl-C reaches the whole process group; only the front decides when to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_the_front()
-    set_thread_environment(settings.engine.threads or usable_cores())
-    # After the environment: torch and numba read it when they are imported.
-    from headwater.app.assemble import build_worker
-    from headwater.transfer.channels import SocketWorkerPort
-
-    clock = MonotonicClock()
-    parts = build_worker(settings, clock)
-    port = SocketWorkerPort(connect)
-    try:
-        parts.loop(worker_id, port, clock, stopping=lambda: False).run()
-    finally:
-        port.close()
-    return EXIT_OK
-
-
-def _end_with_the_front() -> None:
-    """End this process when standard input closes: the front holds its other end."""
-
-    def watch() -> None:
-        while sys.stdin.buffer.read(4096):
-            pass
-        # Not sys.exit: the main thread may be deep in a kernel, and nothing needs saving.
-        os._exit(EXIT_FRONT_GONE)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()

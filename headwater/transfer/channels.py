@@ -12,31 +12,38 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
 
 import zmq
-import zmq.asyncio
 
 from headwater.core.control import FromWorker, Stop, ToWorker
 from headwater.core.errors import WorkerLost
-from headwater.transfer.wire import decode_from_worker, decode_to_worker, encode
-
-T = TypeVar("T")
+from headwater.transfer.wire import WireError, decode_from_worker, decode_to_worker, encode
 
 
-async def _unless_lost(receive: Awaitable[T], lost: asyncio.Future[str]) -> T:
-    """What ``receive`` brings, or WorkerLost once ``lost`` is done. What has arrived comes first:
+class _Inbox:
+    """What has arrived from a worker, and whether it is lost. What has arrived comes first:
     the last step of a dying worker still counts."""
-    arrived = asyncio.ensure_future(receive)
-    try:
-        either: set[asyncio.Future[Any]] = {arrived, lost}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if arrived.done():
-            return arrived.result()
-        raise WorkerLost(lost.result())
-    finally:
-        arrived.cancel()
+
+    def __init__(self, lost: asyncio.Future[str]) -> None:
+        self.lost = lost
+        self._arrived: deque[FromWorker] = deque()
+        self._wake = asyncio.Event()
+        lost.add_done_callback(lambda _: self._wake.set())
+
+    def put(self, message: FromWorker) -> None:
+        self._arrived.append(message)
+        self._wake.set()
+
+    async def messages(self) -> AsyncIterator[FromWorker]:
+        while True:
+            while self._arrived:
+                yield self._arrived.popleft()
+            if self.lost.done():
+                raise WorkerLost(self.lost.result())
+            self._wake.clear()
+            await self._wake.wait()
 
 
 class SocketWorkerPort:
@@ -71,34 +78,58 @@ class SocketWorkerPort:
 
 
 class SocketWorkerChannel:
-    """The front's end. ``lost`` is completed, with the reason, by whoever watches the process."""
+    """The front's end. ``lost`` is completed, with the reason, by whoever watches the process.
+
+    The loop watches the socket's descriptor itself: at one message per step, a
+    task and a future for each would be most of the work.
+    """
 
     def __init__(
         self, endpoint: str, lost: asyncio.Future[str], end_worker: Callable[[], Awaitable[None]]
     ) -> None:
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(endpoint)
-        self._lost = lost
+        self._inbox = _Inbox(lost)
         self._end_worker = end_worker
         self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+
+    def _drain(self) -> None:
+        """Take every message that is there. The descriptor only tells of changes, so nothing
+        may be left behind, and any other call on the socket must be followed by this."""
+        while not self._closed:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._inbox.put(decode_from_worker(frame))
+            except WireError as error:
+                # A worker of another kind or version: nothing more from it can be believed.
+                if not self._inbox.lost.done():
+                    self._inbox.lost.set_result(str(error))
+                return
 
     async def send(self, message: ToWorker) -> None:
-        if self._lost.done() or self._closed:
+        if self._inbox.lost.done() or self._closed:
             raise WorkerLost("the worker is gone")
-        await self._socket.send(encode(message))
+        # No high-water mark, so this never blocks.
+        self._socket.send(encode(message))
+        self._drain()
 
-    async def messages(self) -> AsyncIterator[FromWorker]:
-        while True:
-            yield decode_from_worker(await _unless_lost(self._socket.recv(), self._lost))
+    def messages(self) -> AsyncIterator[FromWorker]:
+        return self._inbox.messages()
 
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self._loop.remove_reader(self._socket.fileno())
         await self._end_worker()
         self._socket.close()
         self._context.term()
@@ -146,27 +177,25 @@ class ThreadWorkerChannel:
         end_worker: Callable[[], Awaitable[None]],
     ) -> None:
         self._port = port
-        self._lost = lost
+        self._inbox = inbox = _Inbox(lost)
         self._end_worker = end_worker
-        self._arrived: asyncio.Queue[FromWorker] = asyncio.Queue()
         self._closed = False
         loop = asyncio.get_running_loop()
 
         def deliver(message: FromWorker) -> None:
             # The loop may be gone while the thread winds down; then nobody listens any more.
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._arrived.put_nowait, message)
+                loop.call_soon_threadsafe(inbox.put, message)
 
         port.connect(deliver)
 
     async def send(self, message: ToWorker) -> None:
-        if self._lost.done() or self._closed:
+        if self._inbox.lost.done() or self._closed:
             raise WorkerLost("the worker is gone")
         self._port.inbox.put(decode_to_worker(encode(message)))
 
-    async def messages(self) -> AsyncIterator[FromWorker]:
-        while True:
-            yield await _unless_lost(self._arrived.get(), self._lost)
+    def messages(self) -> AsyncIterator[FromWorker]:
+        return self._inbox.messages()
 
     async def close(self) -> None:
         if not self._closed:

@@ -31,7 +31,8 @@ from api_server import (
 from starlette.routing import Route
 
 from headwater import __version__
-from headwater.api import ApiConfig, ApiKey, create_app
+from headwater.api.app import create_app
+from headwater.api.config import ApiConfig, ApiKey
 from headwater.core.errors import ConfigError, EngineFault
 from headwater.core.request import Request, SequenceOutput
 

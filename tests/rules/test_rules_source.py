@@ -21,7 +21,7 @@ PURE_IMPORTS = frozenset(
     }
 )  # fmt: skip
 PICKLERS = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"})
-MAY_TOUCH_ENVIRONMENT = frozenset({"app/settings.py", "app/launch.py"})
+MAY_TOUCH_ENVIRONMENT = frozenset({"app/settings.py"})
 MAX_LINES = 500
 
 

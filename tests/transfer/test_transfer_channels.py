@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import zmq
 
 from headwater.core.control import (
     Abort,
@@ -153,6 +154,23 @@ async def test_a_dead_worker_is_seen_at_once_and_its_last_words_still_count(pair
         await asyncio.wait_for(waiting, 1.0)
     with pytest.raises(WorkerLost):
         await channel.send(Stop())
+
+
+async def test_a_worker_that_speaks_another_language_is_lost_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    async def end_worker() -> None:
+        pass
+
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    endpoint = f"ipc://{tmp_path}/control"
+    channel = SocketWorkerChannel(endpoint, lost, end_worker)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(endpoint)
+        socket.send(b"\x00garbage")
+        with pytest.raises(WorkerLost, match="unknown message kind"):
+            await asyncio.wait_for(anext(channel.messages()), 2.0)
+    await channel.close()
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x00", b"\x01", b"\x01\xc0", b"\xff\x80", b"\x80\x04."])
