@@ -127,6 +127,13 @@ class ModelSettings:
 class RecipeSettings:
     """What is made of a request's text before it becomes tokens."""
 
+    recipe: Annotated[
+        Literal["auto", "template", "deepseek-v4", "deepseek-v4.1"],
+        Option(
+            help="How the model is spoken to. auto: DeepSeek's format if the tokenizer declares "
+            "its control tokens, else the model's own chat template."
+        ),
+    ] = "auto"
     normalise_agent_noise: Annotated[
         bool,
         Option(

@@ -116,7 +116,7 @@ async def _open(
     from headwater.recipe.load import load_recipe
 
     info, tokenizer = await router.wait_ready()
-    recipe = await asyncio.to_thread(load_recipe, tokenizer)
+    recipe = await asyncio.to_thread(load_recipe, tokenizer, name=settings.recipe.recipe)
     # What a worker will compile, so that a bad schema is a 400. Starts nothing before the first.
     checker = GrammarChecker(info.vocab_size)
     await gate.open(
