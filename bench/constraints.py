@@ -23,7 +23,8 @@ from headwater.engine.sampler import Sampler
 from headwater.model.catalogue import resolve
 from headwater.model.load import open_model
 from headwater.recipe.constraints import GrammarCompiler
-from headwater.recipe.tokenizer import Tokenizer, load_tokenizer
+from headwater.recipe.tokenizer import Tokenizer
+from headwater.recipe.tokenizer_load import load_tokenizer
 from headwater.recipe.turn_grammar import after_reasoning
 
 ORDER = {

@@ -38,8 +38,9 @@ from headwater.recipe.template_probe import (
 from headwater.recipe.template_spans import token_spans
 from headwater.recipe.template_turn import ReasoningPlace, marked_turn
 from headwater.recipe.text_prompts import TextPrompts
-from headwater.recipe.tokenizer import Tokenizer, load_tokenizer
+from headwater.recipe.tokenizer import Tokenizer
 from headwater.recipe.tokenizer_byte import BYTE_CHAT_TEMPLATE, IM_END_ID
+from headwater.recipe.tokenizer_load import load_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,9 @@ from headwater.core.ports import MatcherFactory
 from headwater.core.tokenizer_source import TokenizerSource
 from headwater.recipe.grammar_checks import MAX_SCHEMA_CHARS, invalid
 from headwater.recipe.grammar_terms import parser_limits, term
-from headwater.recipe.tokenizer import Tokenizer, load_tokenizer
+from headwater.recipe.tokenizer import Tokenizer
 from headwater.recipe.tokenizer_byte import IM_END_ID
+from headwater.recipe.tokenizer_load import load_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, TokenizerWrapper

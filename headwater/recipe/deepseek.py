@@ -27,7 +27,8 @@ from headwater.recipe.recipe import (
     random_call_id,
 )
 from headwater.recipe.text_prompts import TextPrompts
-from headwater.recipe.tokenizer import Tokenizer, load_tokenizer
+from headwater.recipe.tokenizer import Tokenizer
+from headwater.recipe.tokenizer_load import load_tokenizer
 
 _NOTES = (
     "drops the reasoning of earlier turns when no tools are given, so turn n+1 does not "

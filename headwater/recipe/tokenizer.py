@@ -1,4 +1,4 @@
-"""What every tokenizer of the recipe does, and how one is built from a model's files.
+"""What every tokenizer of the recipe does.
 
 The one promise that matters (B01): a *control* id comes only from a range that
 the caller marked. Text outside those ranges is encoded as ordinary text, however
@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
-
-from headwater.core.errors import ModelError
-from headwater.core.tokenizer_source import TokenizerSource
 
 CharRange = tuple[int, int]  # half-open [start, end) in characters
 
@@ -92,32 +89,3 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, keep_control: bool = False) -> str:
         """The text of ``ids``; bytes that form no character become U+FFFD."""
         ...
-
-
-def load_tokenizer(source: TokenizerSource) -> Tokenizer:
-    """Build the tokenizer that ``source`` describes.
-
-    Raises ModelError naming the field when it is of a kind that Headwater
-    cannot reproduce exactly: a wrong split would silently cost answer quality.
-    """
-    # Imported here: the two forms below need the tokenizers library, a byte model does not.
-    match source.kind:
-        case "byte":
-            from headwater.recipe.tokenizer_byte import ByteTokenizer
-
-            return ByteTokenizer.from_source(source)
-        case "hf":
-            from headwater.recipe.tokenizer_bpe import BpeTokenizer
-            from headwater.recipe.tokenizer_json import read_tokenizer_json
-
-            if source.tokenizer_json is None:
-                raise ModelError(
-                    "the model folder has no tokenizer.json; convert its tokenizer with "
-                    "transformers (AutoTokenizer(...).save_pretrained) and try again"
-                )
-            return BpeTokenizer(read_tokenizer_json(source.tokenizer_json), source)
-        case "gguf":
-            from headwater.recipe.tokenizer_bpe import BpeTokenizer
-            from headwater.recipe.tokenizer_gguf import tokenizer_from_gguf
-
-            return BpeTokenizer(tokenizer_from_gguf(source.gguf_metadata), source)

@@ -3,7 +3,7 @@
 GGUF stores tokens, types and merges (or scores), and names the rest: ``model``
 says which algorithm, ``pre`` which splitting of text into words. A name that is
 not listed here is refused, because a wrong split gives wrong ids in silence.
-Knows no file format; called by ``tokenizer.load_tokenizer``.
+Knows no file format; called by ``tokenizer_load``.
 
 Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md#tokenizer
 """

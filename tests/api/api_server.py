@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 import uvicorn
 
-from headwater.api import ApiConfig, create_app
+from headwater.api.app import create_app
+from headwater.api.config import ApiConfig
 from headwater.api.conversing import ConstraintCheck, refuse_constraints
 from headwater.core.control import StepTiming, WorkerLoad
 from headwater.core.ports import ServiceStatus

@@ -29,7 +29,7 @@ from api_server import (
     serving,
 )
 
-from headwater.api import ApiConfig
+from headwater.api.config import ApiConfig
 from headwater.core.constraint import Constraint
 from headwater.core.errors import InvalidRequest
 from headwater.core.request import FinishReason, Request, SequenceOutput

@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from test_api_messages import assembled
 from test_api_tools import streamed_message
 
-from headwater.api import ApiConfig
 from headwater.api.admission import build_requests
 from headwater.api.anthropic.messages import MessagesDialect
 from headwater.api.calls import CallFacts, Dialect
+from headwater.api.config import ApiConfig
 from headwater.api.conversing import Conversing
 from headwater.api.decode import UnknownNames
 from headwater.api.generation import Generation

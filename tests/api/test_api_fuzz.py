@@ -11,10 +11,10 @@ from api_talk import TALK_INFO, TalkRecipe, check_constraint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.api import ApiConfig
 from headwater.api.anthropic.bodies import Block, MessagesBody
 from headwater.api.anthropic.messages import CountDialect, MessagesDialect
 from headwater.api.calls import CallFacts, Dialect
+from headwater.api.config import ApiConfig
 from headwater.api.conversing import Conversing
 from headwater.api.decode import UnknownNames
 from headwater.api.direct import DirectDialect

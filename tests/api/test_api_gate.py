@@ -6,7 +6,8 @@ import httpx
 import pytest
 from api_server import ScriptedGenerator, SteadyClock, byte_recipe
 
-from headwater.api import ApiConfig, create_app
+from headwater.api.app import create_app
+from headwater.api.config import ApiConfig
 from headwater.api.gate import Gate
 
 

@@ -16,7 +16,7 @@ from api_server import (
 )
 from api_talk import TalkRecipe, events_of, talking, write
 
-from headwater.api import ApiConfig, ApiKey
+from headwater.api.config import ApiConfig, ApiKey
 from headwater.core.errors import EngineFault, NotReady, Overloaded
 
 WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {"b": {}, "a": {}}}}

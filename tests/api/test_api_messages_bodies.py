@@ -8,7 +8,7 @@ import pytest
 from api_server import Served
 from api_talk import TalkRecipe, talking, write
 
-from headwater.api import ApiConfig
+from headwater.api.config import ApiConfig
 from headwater.core.constraint import Constraint
 from headwater.recipe.conversation import Conversation, Thinking, ToolChoice
 from headwater.recipe.recipe import Capabilities

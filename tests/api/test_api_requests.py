@@ -19,7 +19,7 @@ from api_server import (
     serving,
 )
 
-from headwater.api import ApiConfig
+from headwater.api.config import ApiConfig
 
 USER = {"role": "user", "content": "hi"}
 

@@ -9,7 +9,7 @@ import pytest
 from api_server import Script, Served, error_of, say_then_raise, wait_forever
 from api_talk import TalkRecipe, events_of, talking, write
 
-from headwater.api import ApiConfig
+from headwater.api.config import ApiConfig
 from headwater.core.constraint import Constraint
 from headwater.core.errors import EngineFault, NotReady, Overloaded
 from headwater.recipe.conversation import Conversation, Thinking, ToolChoice

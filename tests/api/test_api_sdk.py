@@ -10,7 +10,7 @@ from api_server import MODEL_ID, Served, say, say_then_raise, serving
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from headwater.api import ApiConfig, ApiKey
+from headwater.api.config import ApiConfig, ApiKey
 from headwater.core.errors import EngineFault, Overloaded
 
 SECRET = "sk-test"

@@ -11,7 +11,7 @@ from anthropic.types import MessageParam, ToolParam, ToolResultBlockParam
 from api_server import MODEL_ID, Served, say, say_then_raise
 from api_talk import talking, write
 
-from headwater.api import ApiConfig, ApiKey
+from headwater.api.config import ApiConfig, ApiKey
 from headwater.core.errors import EngineFault, Overloaded
 
 SECRET = "sk-test"

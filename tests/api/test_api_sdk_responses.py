@@ -14,7 +14,7 @@ from openai.types.responses import FunctionToolParam, ResponseInputParam
 from openai.types.shared_params import Reasoning
 from pydantic import BaseModel
 
-from headwater.api import ApiConfig, ApiKey
+from headwater.api.config import ApiConfig, ApiKey
 from headwater.core.errors import EngineFault
 
 SECRET = "sk-test"

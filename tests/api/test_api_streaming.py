@@ -24,7 +24,7 @@ from api_server import (
     wait_until,
 )
 
-from headwater.api import ApiConfig
+from headwater.api.config import ApiConfig
 from headwater.core.errors import EngineFault, NotReady, Overloaded, PromptTooLong, WorkerLost
 from headwater.core.request import FinishReason, Request, SequenceOutput
 

@@ -8,7 +8,7 @@ import pytest
 from api_server import Served, error_of
 from api_talk import TALK_INFO, talking, write
 
-from headwater.api import ApiConfig
+from headwater.api.config import ApiConfig
 from headwater.recipe.tokenizer_byte import IM_END_ID, IM_START_ID
 
 MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]

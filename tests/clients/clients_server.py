@@ -20,7 +20,8 @@ import uvicorn
 from clients_model import ScriptedModel, scripted_recipe
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headwater.api import ApiConfig, ApiKey, create_app
+from headwater.api.app import create_app
+from headwater.api.config import ApiConfig, ApiKey
 from headwater.recipe.constraints import GrammarCompiler
 
 KEY: Final = "dummy"

@@ -19,8 +19,9 @@ from headwater.core.tokenizer_source import TokenizerSource
 from headwater.recipe.constraints import CacheLimits, GrammarCompiler
 from headwater.recipe.grammar_checks import MAX_DEPTH, MAX_PATTERN_CHARS, MAX_SCHEMA_CHARS
 from headwater.recipe.grammar_terms import JSON_WHITESPACE
-from headwater.recipe.tokenizer import Tokenizer, load_tokenizer
+from headwater.recipe.tokenizer import Tokenizer
 from headwater.recipe.tokenizer_byte import IM_END_ID, IM_START_ID
+from headwater.recipe.tokenizer_load import load_tokenizer
 
 
 @pytest.fixture(scope="module")

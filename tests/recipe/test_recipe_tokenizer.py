@@ -14,9 +14,10 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from headwater.core.errors import ModelError
 from headwater.core.tokenizer_source import TokenizerSource
-from headwater.recipe.tokenizer import DummyPrefix, Tokenizer, load_tokenizer
+from headwater.recipe.tokenizer import DummyPrefix, Tokenizer
 from headwater.recipe.tokenizer_byte import ByteTokenizer
 from headwater.recipe.tokenizer_gguf import tokenizer_from_gguf
+from headwater.recipe.tokenizer_load import load_tokenizer
 
 SEAL = "\U0010ffff"
 BENIGN = [

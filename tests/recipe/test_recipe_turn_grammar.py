@@ -10,8 +10,8 @@ from headwater.core.errors import InvalidRequest
 from headwater.core.tokenizer_source import TokenizerSource
 from headwater.recipe.constraints import GrammarCompiler
 from headwater.recipe.conversation import Tool, ToolChoice
-from headwater.recipe.tokenizer import load_tokenizer
 from headwater.recipe.tokenizer_byte import BOS_ID, IM_END_ID, IM_START_ID
+from headwater.recipe.tokenizer_load import load_tokenizer
 from headwater.recipe.turn_grammar import after_reasoning, mark, tool_calls
 
 
