@@ -25,9 +25,6 @@ PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
 STAMP = VENV / "headwater-installed"
 MIN_PYTHON = (3, 11)
 
-# mypy's exit code for its own failures (and for syntax errors, which fail again).
-MYPY_CRASHED = 2
-
 RUNTIME_LOCK = ROOT / "requirements" / "cpu.lock"
 TEST_LOCK = ROOT / "requirements" / "test.lock"
 ORACLE_LOCK = ROOT / "requirements" / "oracle.lock"
@@ -90,12 +87,7 @@ def test(pytest_arguments: Sequence[str]) -> int:
     ):
         say("$ " + " ".join(command))
         tool, *arguments = command
-        full = [str(PYTHON), "-m", tool, *arguments]
-        code = subprocess.call(full, cwd=ROOT, env=environment)
-        if tool == "mypy" and code == MYPY_CRASHED:
-            # Seen once in many cold runs: an internal error in a file that has none.
-            say("mypy crashed; trying once more")
-            code = subprocess.call(full, cwd=ROOT, env=environment)
+        code = subprocess.call([str(PYTHON), "-m", tool, *arguments], cwd=ROOT, env=environment)
         if code != 0:
             return code
     return 0
