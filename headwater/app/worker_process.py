@@ -41,7 +41,8 @@ def _end_with_the_front() -> None:
     """End this process when standard input closes: the front holds its other end."""
 
     def watch() -> None:
-        while sys.stdin.buffer.read(4096):
+        # Not sys.stdin: its lock, held by this thread, would abort a process that ends by itself.
+        while os.read(sys.stdin.fileno(), 4096):
             pass
         # Not sys.exit: the main thread may be deep in a kernel, and nothing needs saving.
         os._exit(EXIT_FRONT_GONE)

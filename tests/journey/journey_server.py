@@ -113,7 +113,11 @@ def start(folder: Path, *flags: str) -> Served:
     command = [sys.executable, "-m", "headwater.app.cli", "serve", f"--port={port}", *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=os.environ | {"TMPDIR": str(folder)}
+            command,
+            stdout=out,
+            stderr=out,
+            # The hub is out of reach in every test, also where there is a network.
+            env=os.environ | {"TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
         )
     return Served(port, process, log)
 

@@ -82,15 +82,19 @@ def test_a_signal_ends_it_cleanly(tmp_path: Path, how: signal.Signals) -> None:
 
 
 def ended(served: Served) -> tuple[int, str]:
+    """Exit code and log; a start that fails on purpose has no trace of an accident in it."""
     code = served.process.wait(timeout=60)
-    return code, served.log.read_text()
+    log = served.log.read_text()
+    assert "Traceback" not in log
+    assert "Fatal" not in log
+    assert "signal" not in log
+    return code, log
 
 
 def test_a_model_that_is_not_there_ends_the_start_with_one_clear_line(tmp_path: Path) -> None:
     code, log = ended(start(tmp_path, "--model=smolm2"))
     assert code == 2
     assert "smollm2" in log, "the nearest name"
-    assert "Traceback" not in log
 
 
 def test_a_truncated_gguf_ends_the_start_with_one_clear_line(tmp_path: Path) -> None:
@@ -99,7 +103,12 @@ def test_a_truncated_gguf_ends_the_start_with_one_clear_line(tmp_path: Path) -> 
     code, log = ended(start(tmp_path, f"--model={broken}"))
     assert code == 2
     assert "broken.gguf" in log
-    assert "Traceback" not in log
+
+
+def test_a_hub_model_without_a_network_ends_the_start_with_what_to_do(tmp_path: Path) -> None:
+    code, log = ended(start(tmp_path, "--model=example/not-a-model-of-anyone"))
+    assert code == 2
+    assert "HF_HOME" in log
 
 
 def test_a_port_in_use_is_said_before_any_model_loads(tmp_path: Path) -> None:
