@@ -36,6 +36,7 @@ from headwater.app.target import Target
 START_LIMIT_S = 180.0
 BLOCK_TOKENS = 32
 POOL_BLOCKS = 512
+PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,61 +176,78 @@ def measure(model: str, repeats: int) -> list[Row]:
     # A pool that a few prompts fill: fresh memory for KV costs page faults (much in a virtual
     # machine), which a server that has been up for a while does not see.
     pool = f"--num-blocks={POOL_BLOCKS}"
-    with server(model, "bf16", pool) as bf16, server(model, "int8", pool) as int8:
-        rows.append(Row("serve to first answer, warm disk", bf16.start_s, "s"))
-        for served in (bf16, int8):
-            load(served.url, num_input=2048, num_output=1, concurrency=1,
-                 num_requests=POOL_BLOCKS * BLOCK_TOKENS // 2048, seed=1)  # fmt: skip
-        # A and B in turn, so that a change of the machine's speed meets both.
-        pairs = [
-            tuple(
-                load(s.url, num_input=128, num_output=128, concurrency=1, num_requests=2, seed=n)
-                for s in (bf16, int8)
-            )
-            for n in range(repeats)
-        ]
-        one = statistics.median(decode_tokens_per_s(a) for a, _ in pairs)
-        one_int8 = statistics.median(decode_tokens_per_s(b) for _, b in pairs)
-        bound = limits.read_gb_per_s * 1e9 / shape.bf16_step_bytes
-        rows += [
+    bound = limits.read_gb_per_s * 1e9 / shape.bf16_step_bytes
+    gemm = limits.gemm_bf16_gflop_per_s * 1e9
+    flops = shape.prefill_flops(PREFILL_TOKENS)
+    with server(model, "bf16", pool) as alone:
+        rows.append(Row("serve to first answer, warm disk", alone.start_s, "s"))
+        fill(alone)
+        one = statistics.median(one_stream(alone, seed) for seed in range(repeats))
+        rows.append(
             Row("one stream, bf16, 128 in / 128 out", one, "tok/s", one / bound,
-                f"bandwidth bound, {bound:.0f} tok/s", 0.65),
-            Row("one stream, int8", one_int8, "tok/s", one_int8 / one, "bf16", 1.4),
-        ]  # fmt: skip
-        for served, name in ((bf16, "bf16"), (int8, "int8")):
-            runs = [
-                load(served.url, num_input=2048, num_output=1, concurrency=1, num_requests=2,
-                     seed=100 + n)
-                for n in range(repeats)
-            ]  # fmt: skip
-            seconds = statistics.median(ttft_s(run) for run in runs)
-            flops = shape.prefill_flops(2048)
-            rows.append(
-                Row(f"prefill 2,048 tokens, {name}", 2048 / seconds, "tok/s",
-                    flops / seconds / (limits.gemm_bf16_gflop_per_s * 1e9), "bf16 GEMM rate",
-                    0.6 if name == "bf16" else None)
-            )  # fmt: skip
-        before = step_parts_s(bf16.url)
-        runs = [
-            load(bf16.url, num_input=256, num_output=128, concurrency=16, num_requests=16,
-                 seed=200 + n)
-            for n in range(repeats)
-        ]  # fmt: skip
-        after = step_parts_s(bf16.url)
-        sixteen = statistics.median(
-            sum(s.num_output_tokens for s in run.samples) / run.wall_s for run in runs
-        )
-        rows.append(
-            Row("16 at once, 256 in / 128 out, output", sixteen, "tok/s", sixteen / one,
-                "one stream", 3.0)
+                f"bandwidth bound, {bound:.0f} tok/s", 0.65)
         )  # fmt: skip
-        parts = {part: after[part] - before[part] for part in after}
-        overhead = sum(parts.values()) - parts["forward"]
+        seconds = prefill_s(alone, repeats)
         rows.append(
-            Row("plan + sample + apply at 16", 1000 * overhead, "ms in all",
-                overhead / sum(parts.values()), "all steps' time (at most 0.10)")
+            Row("prefill 2,048 tokens, bf16", PREFILL_TOKENS / seconds, "tok/s",
+                flops / seconds / gemm, "bf16 GEMM rate", 0.6)
+        )  # fmt: skip
+        rows += sixteen_at_once(alone, one, repeats)
+    with server(model, "bf16", pool) as bf16, server(model, "int8", pool) as int8:
+        for served in (bf16, int8):
+            fill(served)
+        # A and B in turn, so that a change of the machine's speed meets both.
+        pairs = [(one_stream(bf16, seed), one_stream(int8, seed)) for seed in range(repeats)]
+        ratio = statistics.median(b / a for a, b in pairs)
+        rows.append(
+            Row("one stream, int8", statistics.median(b for _, b in pairs), "tok/s", ratio,
+                "bf16, in turn", 1.4)
         )  # fmt: skip
     return rows
+
+
+def fill(served: Server) -> None:
+    """Write every block of the pool once."""
+    load(
+        served.url, num_input=PREFILL_TOKENS, num_output=1, concurrency=1, seed=1,
+        num_requests=POOL_BLOCKS * BLOCK_TOKENS // PREFILL_TOKENS,
+    )  # fmt: skip
+
+
+def one_stream(served: Server, seed: int) -> float:
+    """Decode tokens/s."""
+    run = load(served.url, num_input=128, num_output=128, concurrency=1, num_requests=2, seed=seed)
+    return decode_tokens_per_s(run)
+
+
+def prefill_s(served: Server, repeats: int) -> float:
+    """Seconds to the first token of a prompt that nothing of is cached."""
+    runs = [
+        load(served.url, num_input=PREFILL_TOKENS, num_output=1, concurrency=1, num_requests=2,
+             seed=100 + n)
+        for n in range(repeats)
+    ]  # fmt: skip
+    return statistics.median(ttft_s(run) for run in runs)
+
+
+def sixteen_at_once(served: Server, one: float, repeats: int) -> list[Row]:
+    before = step_parts_s(served.url)
+    runs = [
+        load(served.url, num_input=256, num_output=128, concurrency=16, num_requests=16,
+             seed=200 + n)
+        for n in range(repeats)
+    ]  # fmt: skip
+    after = step_parts_s(served.url)
+    rate = statistics.median(
+        sum(s.num_output_tokens for s in run.samples) / run.wall_s for run in runs
+    )
+    parts = {part: after[part] - before[part] for part in after}
+    overhead = sum(parts.values()) - parts["forward"]
+    return [
+        Row("16 at once, 256 in / 128 out, output", rate, "tok/s", rate / one, "one stream", 3.0),
+        Row("plan + sample + apply at 16", 1000 * overhead, "ms in all",
+            overhead / sum(parts.values()), "all steps' time (at most 0.10)"),
+    ]  # fmt: skip
 
 
 def show(rows: list[Row]) -> None:
