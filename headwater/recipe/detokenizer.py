@@ -9,7 +9,7 @@ up to the decoding of all ids at once (A12). Knows nothing of stops or requests;
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from headwater.recipe.tokenizer import DummyPrefix
@@ -90,7 +90,3 @@ def token_text(piece: bytes) -> str:
         return piece.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    return [token_text(tokenizer.token_bytes(token_id)) for token_id in ids]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_models import STYLES
 
-from headwater.recipe.detokenizer import Detokenizer, token_text, token_texts
+from headwater.recipe.detokenizer import Detokenizer, token_text
 from headwater.recipe.tokenizer import Tokenizer
 from headwater.recipe.tokenizer_byte import ByteTokenizer
 
@@ -96,4 +96,3 @@ def test_a_space_before_the_first_text_only_is_not_taken_off_later() -> None:
 def test_a_token_that_is_part_of_a_character_is_spelt_in_bytes() -> None:
     assert token_text(b"ok") == "ok"
     assert token_text(b"\xf0\x9f") == "bytes:\\xf0\\x9f"
-    assert token_texts(BYTES, [65, 0xC3, 258]) == ["A", "bytes:\\xc3", "<|im_end|>"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import inspect
 import re
 import shlex
@@ -95,6 +96,20 @@ def test_files_named_in_a_rooms_page_exist(page: Path) -> None:
     room = ROOT / "headwater" / page.stem
     files = re.findall(r"^\| `([\w/]+\.py)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert not [name for name in files if not (room / name).exists()]
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "rooms").glob("*.md")), ids=page_id)
+def test_every_file_of_a_room_stands_on_its_page(page: Path) -> None:
+    """By name or by a pattern such as `parser_*.py`, in the table of files."""
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    named = re.findall(r"`([\w/*]+\.py)`", "\n".join(rows))
+    files = [path.name for path in (ROOT / "headwater" / page.stem).glob("*.py")]
+    missing = [
+        name
+        for name in files
+        if name != "__init__.py" and not any(fnmatch.fnmatch(name, known) for known in named)
+    ]
+    assert not missing
 
 
 def test_a_decision_says_context_choice_price_and_when_to_revisit() -> None:
