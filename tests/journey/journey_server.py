@@ -116,6 +116,7 @@ def start(folder: Path, *flags: str) -> Served:
             command,
             stdout=out,
             stderr=out,
+            start_new_session=True,  # a group of its own, as a terminal or service manager makes
             # The hub is out of reach in every test, also where there is a network.
             env=os.environ | {"TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
         )

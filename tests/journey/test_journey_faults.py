@@ -81,6 +81,20 @@ def test_a_signal_ends_it_cleanly(tmp_path: Path, how: signal.Signals) -> None:
         assert list(tmp_path.glob("headwater-*")) == [], "a socket folder is left"
 
 
+def test_a_signal_to_the_whole_group_lets_the_front_drain_with_its_worker(tmp_path: Path) -> None:
+    with serving(tmp_path, *TOY) as served:
+        answers: list[tuple[int, dict[str, object]]] = []
+        thread = threading.Thread(target=lambda: answers.append(ask(served, 300)))
+        thread.start()
+        served.wait_until("work", lambda: served.num_held_blocks > 0)
+        os.killpg(served.process.pid, signal.SIGTERM)
+        thread.join(timeout=30)
+        assert answers
+        assert answers[0][0] == 200, "the running request was cut"
+        assert served.process.wait(timeout=20) == 0
+        assert "worker lost" not in served.log.read_text()
+
+
 def ended(served: Served) -> tuple[int, str]:
     """Exit code and log; a start that fails on purpose has no trace of an accident in it."""
     code = served.process.wait(timeout=60)
