@@ -9,15 +9,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headwater.core.cache import StoreStats
+from headwater.core.cost import StepCost
+from headwater.core.fleet import HandoffRef, HandoffReport, KVEvents, Phase, Resume, Role
 from headwater.core.request import ModelInfo, Request, RequestId, SequenceOutput
 from headwater.core.tokenizer_source import TokenizerSource
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
+    """Compute ``phase`` of the request. With ``resume`` only those choices run, each from
+    where it was; without, all of them from the prompt."""
+
     request: Request
+    phase: Phase = Phase.WHOLE
+    handoff: HandoffRef | None = None  # set exactly for PREFILL and DECODE
+    resume: tuple[Resume, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +60,20 @@ class WorkerLoad:
     num_miss_tokens: int
     num_output_tokens: int
     num_cached_grammars: int = 0  # compiled output constraints
+    num_loading: int = 0  # sequences that wait for KV from another tier
+    num_host_hit_tokens: int = 0  # of num_hit_tokens
+    num_disk_hit_tokens: int = 0  # of num_hit_tokens
+    num_replayed_tokens: int = 0
+    num_dropped_loads: int = 0  # given up because computing was faster
+    num_dropped_stores: int = 0  # evicted from the device before they could be written
+    num_queued_stores: int = 0
+    misses: tuple[tuple[str, int], ...] = ()  # prompts by MissReason
+    tiers: tuple[StoreStats, ...] = ()
+    num_waiting_tokens: int = 0  # prompt tokens that have still to be computed, running ones too
+    cost: StepCost | None = None  # as fitted by now; None while nothing was measured
+    step_error: float | None = None  # median of |real / predicted - 1| over the last steps
+    num_budgeted_steps: int = 0  # that ran while there was a time budget
+    num_steps_within: int = 0  # of those, took up to 1.25 times their budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +86,7 @@ class StepTiming:
     apply_s: float
     num_prefill_tokens: int
     num_decode_tokens: int
+    predicted_s: float = 0.0  # what the cost model said before the step; 0: it said nothing
 
     def __add__(self, other: StepTiming) -> StepTiming:
         """The timing of both, for totals."""
@@ -73,6 +97,7 @@ class StepTiming:
             apply_s=self.apply_s + other.apply_s,
             num_prefill_tokens=self.num_prefill_tokens + other.num_prefill_tokens,
             num_decode_tokens=self.num_decode_tokens + other.num_decode_tokens,
+            predicted_s=self.predicted_s + other.predicted_s,
         )
 
 
@@ -94,6 +119,8 @@ class Hello:
     pid: int
     info: ModelInfo
     tokenizer: TokenizerSource
+    role: Role = Role.BOTH
+    handoff_address: str = ""  # where this worker takes KV; empty: it takes none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +128,8 @@ class StepDone:
     outputs: tuple[SequenceOutput, ...]
     load: WorkerLoad
     timing: StepTiming | None = None
+    kv_events: KVEvents | None = None  # None: nothing changed
+    handoffs: tuple[HandoffReport, ...] = ()
 
 
 ToWorker = Submit | Abort | Stop

@@ -79,3 +79,18 @@ class WorkerLost(HeadwaterError):
 
 class EngineFault(HeadwaterError):
     """A step failed for a reason that is not the caller's (HTTP 500)."""
+
+
+class StoreError(HeadwaterError):
+    """A store of KV cannot be opened or used as asked; says which setting to change."""
+
+
+class RecordLost(HeadwaterError):
+    """A record that a lookup found is gone or did not pass its checks: a miss.
+
+    ``is_damaged`` tells a failed check from a record that was only dropped meanwhile.
+    """
+
+    def __init__(self, message: str, *, is_damaged: bool) -> None:
+        super().__init__(message)
+        self.is_damaged = is_damaged

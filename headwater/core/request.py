@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
+from headwater.core.cache import CacheReport, Retention, RetentionClass
 from headwater.core.constraint import Constraint
 
 RequestId = NewType("RequestId", str)
+
+
+DEVICE_ONLY = Retention(RetentionClass.CHAT, 0.0)
 
 
 class FinishReason(StrEnum):
@@ -22,6 +26,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORTED = "aborted"
     FAILED = "failed"
+    HANDED_OVER = "handed_over"  # a prompt's KV, to another worker: no caller is told of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,8 @@ class Request:
     stop: StopParams
     num_choices: int = 1
     num_prompt_logprobs: int | None = None  # as num_logprobs, for each prompt token but the first
-    tenant: str = ""
+    tenant: str = ""  # whose cache it may hit; the server's word, narrowed by the caller
+    retention: Retention = DEVICE_ONLY  # how long its KV is kept beyond the device
     priority: int = 0  # smaller is sooner
     constraint: Constraint | None = None  # on the output of every choice
 
@@ -102,6 +108,7 @@ class PromptReport:
 
     num_hit_tokens: int
     num_miss_tokens: int
+    cache: CacheReport | None = None  # the hit by tier, and why it ended
     # One entry per prompt token after the first, when asked for.
     logprobs: tuple[SampledToken, ...] | None = None
 
@@ -155,3 +162,5 @@ class ModelInfo:
     numerics: str
     device: str
     kernels: dict[str, str] = field(default_factory=dict)
+    window_tokens: int | None = None  # of the layers with a window, if there are any
+    layout: str = ""  # of KV, as in CacheIdentity

@@ -1,12 +1,15 @@
 """One generation: its tokens, and its state as a type.
 
-    Waiting --Admitted--> Prefilling --Computed*--> Decoding --Committed*--> Finished
-       ^                      |                        |
-       +------- Preempted ----+------------------------+
+    Waiting --------Admitted--------> Prefilling --Computed*--> Decoding --Committed*--> Finished
+     ^ ^ |                              ^  |                       |
+     | | +--Reserved--> Loading --------+  |                       |
+     | +----LoadEnded------+    Admitted   |                       |
+     +------Preempted------+---------------+-----------------------+
 
     tokens   = prompt ++ output
     computed = [0, num_computed) have KV in the sequence's blocks
     waiting:    num_computed == 0, holds no blocks
+    loading:    num_computed == 0, holds blocks for all its tokens; a hit is on its way into them
     prefilling: num_computed < num_tokens            (also after preemption: output is recomputed)
     decoding:   num_computed == num_tokens - 1       (the newest token's KV comes with its own step)
 
@@ -31,6 +34,13 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """Holds blocks; KV from another tier is on its way into some of them."""
+
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilling:
     num_computed: int
     num_preemptions: int = 0
@@ -46,14 +56,26 @@ class Finished:
     reason: FinishReason
 
 
-State = Waiting | Prefilling | Decoding | Finished
+State = Waiting | Loading | Prefilling | Decoding | Finished
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Blocks were taken; the first ``num_hit_tokens`` already hold KV."""
+    """Blocks are there and the first ``num_hit_tokens`` hold KV. The last
+    ``num_replayed_tokens`` of those are computed once more, for their window KV."""
 
     num_hit_tokens: int
+    num_replayed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks were taken; part of the hit has yet to be loaded into them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """The load came to nothing and the blocks were given up: it waits as before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +102,7 @@ class Ended:
     reason: FinishReason
 
 
-Change = Admitted | Computed | Committed | Preempted | Ended
+Change = Admitted | Reserved | LoadEnded | Computed | Committed | Preempted | Ended
 
 
 @dataclass(slots=True)
@@ -124,10 +146,17 @@ class Sequence:
     def advance(self, change: Change) -> None:
         """Apply ``change``; raises InvalidChange naming state and change if it does not fit."""
         match self.state, change:
-            case Waiting(num_preemptions=p), Admitted(num_hit_tokens=hit) if hit < self.num_tokens:
+            case (
+                (Waiting(num_preemptions=p) | Loading(num_preemptions=p)),
+                Admitted(num_hit_tokens=hit, num_replayed_tokens=replayed),
+            ) if 0 <= replayed <= hit < self.num_tokens:
                 if self.num_prompt_hit_tokens is None:
                     self.num_prompt_hit_tokens = hit
-                self.state = Prefilling(hit, p)
+                self.state = Prefilling(hit - replayed, p)
+            case Waiting(num_preemptions=p), Reserved():
+                self.state = Loading(p)
+            case Loading(num_preemptions=p), LoadEnded():
+                self.state = Waiting(p)
             case Prefilling(num_computed=old), Computed(num_computed=new) if (
                 old < new <= self.num_tokens
             ):
@@ -139,9 +168,16 @@ class Sequence:
                 self.state = Decoding(p)
             case Decoding(), Committed(token_id=token):
                 self.tokens.append(token)
-            case ((Prefilling(num_preemptions=p) | Decoding(num_preemptions=p)), Preempted()):
+            case (
+                (
+                    Loading(num_preemptions=p)
+                    | Prefilling(num_preemptions=p)
+                    | Decoding(num_preemptions=p)
+                ),
+                Preempted(),
+            ):
                 self.state = Waiting(p + 1)
-            case ((Waiting() | Prefilling() | Decoding()), Ended(reason=reason)):
+            case ((Waiting() | Loading() | Prefilling() | Decoding()), Ended(reason=reason)):
                 self.state = Finished(reason)
             case _:
                 raise InvalidChange(

@@ -47,6 +47,11 @@ class StepRow:
     ``num_prompt_logprobs`` the engine also scores, for each row token but the
     prompt's last, the prompt token that follows it: ``next_tokens[i]`` follows
     ``tokens[i]`` (one shorter than ``tokens`` in the prompt's last chunk).
+
+    Only for models with window layers: those hold this sequence's KV from position
+    ``window_start`` on and never look before it. The row's first ``num_replayed`` tokens
+    are a *replay*: their global KV is there and stays as it is, only their window KV is
+    written.
     """
 
     sequence_id: SequenceId
@@ -56,6 +61,8 @@ class StepRow:
     sample: SampleSpec | None = None
     num_prompt_logprobs: int | None = None
     next_tokens: tuple[int, ...] = ()
+    window_start: int = 0
+    num_replayed: int = 0
 
     @property
     def end(self) -> int:
