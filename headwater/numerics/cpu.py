@@ -52,7 +52,10 @@ class CpuOps:
         self._programs = Programs(self._team, self._activations)
         self._rms_norm = Kernel(cpu_elementwise.rms_norm_kernel)
         self._add_rms_norm = Kernel(cpu_elementwise.add_rms_norm_kernel)
+        self._norm_add_norm = Kernel(cpu_elementwise.norm_add_norm_kernel)
+        self._scale = Kernel(cpu_elementwise.scale_kernel)
         self._silu_mul = Kernel(cpu_elementwise.silu_mul_kernel)
+        self._gelu_mul = Kernel(cpu_elementwise.gelu_mul_kernel)
         self._rotate = Kernel(cpu_elementwise.rotate_kernel)
 
     @property
@@ -90,7 +93,10 @@ class CpuOps:
         ones = torch.ones(64)
         self.rms_norm(x, ones, 1e-5)
         self.add_rms_norm(x.clone(), x.clone(), ones, 1e-5)
+        self.norm_add_norm(x.clone(), ones, x.clone(), ones, 1e-5)
+        self.scale(x.clone(), 1.0)
         self.silu_mul(x)
+        self.gelu_mul(x)
         kv = self.allocate_kv(tokens // 16, 16, 1, 64, KVFormat.BF16)
         index = torch.arange(tokens)
         heads = x.view(tokens, 1, 64)
@@ -107,7 +113,8 @@ class CpuOps:
                 max_row_tokens=tokens - first,
                 max_context=tokens,
             )
-            self.attend(heads[first:], kv, batch, 1.0)
+            for window_tokens in (None, tokens // 2):
+                self.attend(heads[first:], kv, batch, 1.0, window_tokens)
 
     def close(self) -> None:
         """End the helper threads; the instance cannot be used afterwards."""
@@ -193,6 +200,40 @@ class CpuOps:
         )
         return x, residual
 
+    def norm_add_norm(
+        self, x: Tensor, post_weight: Tensor, residual: Tensor, next_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if not (x.is_contiguous() and residual.is_contiguous()):
+            self._team.spoil()
+            x, residual = x.contiguous(), residual.contiguous()
+        assert post_weight.dtype == next_weight.dtype
+        num_rows, length = x.shape
+        chunk = _rows_per_chunk(num_rows, length)
+        self._team.launch(
+            self._norm_add_norm,
+            -(-num_rows // chunk),
+            eps,
+            x.data_ptr(),
+            residual.data_ptr(),
+            post_weight.data_ptr(),
+            next_weight.data_ptr(),
+            int(post_weight.dtype == torch.float32),
+            length,
+            num_rows,
+            chunk,
+        )
+        return x, residual
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        if not x.is_contiguous():
+            self._team.spoil()
+            x = x.contiguous()
+        chunk = max(_CHUNK_ELEMENTS, -(-x.numel() // MAX_CHUNKS))
+        self._team.launch(
+            self._scale, -(-x.numel() // chunk), factor, x.data_ptr(), x.numel(), chunk
+        )
+        return x
+
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         num_tokens, num_heads, head_dim = q.shape
         chunk = _rows_per_chunk(num_tokens, (num_heads + k.shape[1]) * head_dim)
@@ -216,11 +257,17 @@ class CpuOps:
         )
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(self._silu_mul, gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(self._gelu_mul, gate_up)
+
+    def _gate_mul(self, kernel: Kernel, gate_up: Tensor) -> Tensor:
         num_tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._activations.empty((num_tokens, inner), torch.bfloat16)
         chunk = _rows_per_chunk(num_tokens, inner)
         self._team.launch(
-            self._silu_mul,
+            kernel,
             -(-num_tokens // chunk),
             0.0,
             gate_up.data_ptr(),
@@ -246,6 +293,22 @@ class CpuOps:
         assert isinstance(kv, CpuKV)
         self._attention.store(k, v, kv, slots)
 
-    def attend(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window_tokens: int | None = None,
+    ) -> Tensor:
         assert isinstance(kv, CpuKV)
-        return self._attention.attend(q, kv, batch, scale)
+        return self._attention.attend(q, kv, batch, scale, window_tokens)
+
+    def kv_buffers(self, kv: LayerKV, block: int) -> tuple[memoryview, ...] | None:
+        assert isinstance(kv, CpuKV)
+        return kv.block_bytes(block)
+
+    def copy_kv_block(self, kv: LayerKV, source: int, target: int) -> None:
+        assert isinstance(kv, CpuKV)
+        for ours, theirs in zip(kv.block_bytes(target), kv.block_bytes(source), strict=True):
+            ours[:] = theirs

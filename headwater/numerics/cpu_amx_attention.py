@@ -9,7 +9,9 @@ softmax over keys needs no exchange between lanes:
 
 K's tiles are read where they lie in their blocks. V is transposed once per row.
 One item of work is (16 positions, key/value head) for the head's whole group of
-query heads; keys come in spans of SPAN_KEYS with a running maximum and sum.
+query heads; keys come in spans of SPAN_KEYS with a running maximum and sum, from
+the span on where the window of the first of the 16 begins. Blocks may hold anything,
+also what is not a number, at positions that the row does not see.
 Used by ``cpu.py`` where tiles are available. Knows addresses and sizes only.
 """
 
@@ -43,19 +45,32 @@ _LOG2_E = hw.f32(1.4426950408889634)
 # The arguments of both kernels, in the order of ``attend_chunk_tiles``.
 (
     _CONFIG, _Q, _Q_STRIDE, _K_BLOCKS, _V_BLOCKS, _TABLE, _OUT, _VALUES, _SCRATCH, _GROUP,
-    _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_TOKENS, _PAST, _CONTEXT, _TRIANGLE, _SCALE,
-) = range(17)  # fmt: skip
+    _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_TOKENS, _PAST, _CONTEXT, _FIRST, _WINDOW, _FUTURE_KEYS,
+    _OLD_KEYS, _SCALE,
+) = range(20)  # fmt: skip
 
 
 def future_keys() -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """What to add to a tile's scores [16 keys, 16 queries] of the same positions."""
+    """The most that a tile's scores [16 keys, 16 queries] of the same positions may be."""
     later = np.tril(np.ones((TILE_ROWS, TILE_ROWS), np.bool_), -1)
-    return np.where(later, _LOWEST, _ZERO).astype(np.float32)
+    return np.where(later, _LOWEST, np.inf).astype(np.float32)
 
 
-def values_bytes(num_kv_heads: int, head_dim: int, context: int) -> int:
+def old_keys() -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    """Line n: the most that a key's scores [16 queries] may be where the first n see it."""
+    return np.where(np.tri(TILE_ROWS, k=-1), np.inf, _LOWEST).astype(np.float32)
+
+
+@njit(nogil=True, error_model="numpy")
+def _span_of(position: int) -> int:
+    """The first position of its span. Values are kept from that of the first seen on."""
+    return position // SPAN_KEYS * SPAN_KEYS
+
+
+def values_bytes(num_kv_heads: int, head_dim: int, first: int, context: int) -> int:
     """Size of the row's transposed values."""
-    return num_kv_heads * -(-context // TILE_DEPTH) * TILE_DEPTH * head_dim * 2
+    num_steps = -(-context // TILE_DEPTH) - first // SPAN_KEYS * (SPAN_KEYS // TILE_DEPTH)
+    return num_kv_heads * num_steps * TILE_DEPTH * head_dim * 2
 
 
 @compiled
@@ -75,16 +90,19 @@ def _place(args: int, position: int, kv_head: int) -> int:
 
 
 def transpose_values_kernel(args: int, chunk: int, thread: int) -> None:
-    """32 values of every head to A tiles [head, 32 keys, D / 16, 16, 32]; zeros past the end."""
+    """32 values of every head to A tiles [head, 32 keys, D / 16, 16, 32]; zeros outside what
+    the row sees."""
     context, head_dim = hw.load_i64(args, _CONTEXT), hw.load_i64(args, _HEAD_DIM)
-    num_steps = (context + TILE_DEPTH - 1) // TILE_DEPTH
+    first = hw.load_i64(args, _FIRST)
+    kept = _span_of(first)
+    num_steps = (context - kept + TILE_DEPTH - 1) // TILE_DEPTH
     for kv_head in range(hw.load_i64(args, _NUM_KV_HEADS)):
         tiles = (
             hw.load_i64(args, _VALUES) + (kv_head * num_steps + chunk) * TILE_DEPTH * head_dim * 2
         )
         for key in range(TILE_DEPTH):
-            position = chunk * TILE_DEPTH + key
-            if position < context:
+            position = kept + chunk * TILE_DEPTH + key
+            if first <= position < context:
                 source = hw.load_i64(args, _V_BLOCKS) + _place(args, position, kv_head)
                 for d in range(head_dim):
                     hw.store_i16(tiles, d * TILE_DEPTH + key, hw.load_i16(source, d))
@@ -132,15 +150,33 @@ def _score_keys(
 
 
 @njit(nogil=True, error_model="numpy")
-def _mask_future(scores: int, tile: int, own_tile: int, triangle: int) -> None:
+def _mask_future(scores: int, tile: int, own_tile: int, future_keys: int) -> None:
     """Take from the scores of key tile ``tile`` the keys later than their query."""
     if tile == own_tile:
         for r in range(TILE_ROWS):
             line = scores + r * _LANES_BYTES
-            vec.store(line, vec.add(vec.load(line), vec.load(triangle + r * _LANES_BYTES)))
+            limit = vec.load(future_keys + r * _LANES_BYTES)
+            vec.store(line, vec.smaller(vec.load(line), limit))
     elif tile > own_tile:
         for r in range(TILE_ROWS):
             vec.store(scores + r * _LANES_BYTES, vec.spread(_LOWEST))
+
+
+@njit(nogil=True, error_model="numpy")
+def _mask_old(scores: int, key: int, query: int, first: int, window: int, old_keys: int) -> None:
+    """Take from the scores of the 16 keys from ``key`` on those before ``first`` and those
+    that are out of the window of their query; ``query`` is the first of the 16."""
+    if key >= first and key + window >= query + TILE_ROWS:
+        return
+    for r in range(TILE_ROWS):
+        line = scores + r * _LANES_BYTES
+        # The query at position p sees the key at k until p = k + window - 1.
+        num_seeing = key + r + window - query
+        if key + r < first or num_seeing <= 0:
+            vec.store(line, vec.spread(_LOWEST))
+        elif num_seeing < TILE_ROWS:
+            limit = vec.load(old_keys + num_seeing * _LANES_BYTES)
+            vec.store(line, vec.smaller(vec.load(line), limit))
 
 
 @njit(nogil=True, error_model="numpy")
@@ -214,6 +250,7 @@ def attend_chunk_kernel(args: int, chunk: int, thread: int) -> None:
     group, head_dim = hw.load_i64(args, _GROUP), hw.load_i64(args, _HEAD_DIM)
     num_kv_heads, context = hw.load_i64(args, _NUM_KV_HEADS), hw.load_i64(args, _CONTEXT)
     past = hw.load_i64(args, _PAST)
+    first_seen, window = hw.load_i64(args, _FIRST), hw.load_i64(args, _WINDOW)
     num_tiles = (context - 1) // TILE_ROWS - past // TILE_ROWS + 1
     kv_head = chunk // num_tiles
     first = ((context - 1) // TILE_ROWS - chunk % num_tiles) * TILE_ROWS
@@ -223,7 +260,8 @@ def attend_chunk_kernel(args: int, chunk: int, thread: int) -> None:
     shares = scores + group * SPAN_KEYS * 64
     sums = shares + group * SPAN_KEYS * 32
     states = sums + group * head_dim * 64
-    num_steps = (context + TILE_DEPTH - 1) // TILE_DEPTH
+    kept = _span_of(first_seen)
+    num_steps = (context - kept + TILE_DEPTH - 1) // TILE_DEPTH
     value_step = TILE_DEPTH * head_dim * 2
     values = hw.load_i64(args, _VALUES) + kv_head * num_steps * value_step
     keys = hw.load_i64(args, _K_BLOCKS)
@@ -233,10 +271,11 @@ def attend_chunk_kernel(args: int, chunk: int, thread: int) -> None:
     for g in range(group):
         vec.store(states + 2 * g * _LANES_BYTES, vec.spread(_LOWEST))
         vec.store(states + (2 * g + 1) * _LANES_BYTES, vec.spread(_ZERO))
-    triangle = hw.load_i64(args, _TRIANGLE)
+    future, old = hw.load_i64(args, _FUTURE_KEYS), hw.load_i64(args, _OLD_KEYS)
     configure_tiles(hw.load_i64(args, _CONFIG))
     end = first + TILE_ROWS
-    for span in range(0, end, SPAN_KEYS):
+    oldest = max(first_seen, max(first, past) - window + 1)
+    for span in range(_span_of(oldest), end, SPAN_KEYS):
         num_span_steps = (min(SPAN_KEYS, end - span) + TILE_DEPTH - 1) // TILE_DEPTH
         for step in range(num_span_steps):
             key = span + step * TILE_DEPTH
@@ -252,8 +291,10 @@ def attend_chunk_kernel(args: int, chunk: int, thread: int) -> None:
                     scores + (g * SPAN_KEYS + step * TILE_DEPTH) * 64,
                 )
                 _score_keys(low, high, head_dim * 2, q, head_dim, s)
-                _mask_future(s, key // TILE_ROWS, first // TILE_ROWS, triangle)
-                _mask_future(s + TILE_BYTES, key // TILE_ROWS + 1, first // TILE_ROWS, triangle)
+                _mask_future(s, key // TILE_ROWS, first // TILE_ROWS, future)
+                _mask_future(s + TILE_BYTES, key // TILE_ROWS + 1, first // TILE_ROWS, future)
+                _mask_old(s, key, first, oldest, window, old)
+                _mask_old(s + TILE_BYTES, key + TILE_ROWS, first, oldest, window, old)
         for g in range(group):
             shrink = _softmax_span(
                 scores + g * SPAN_KEYS * 64, num_span_steps * TILE_DEPTH, factor,
@@ -263,7 +304,7 @@ def attend_chunk_kernel(args: int, chunk: int, thread: int) -> None:
             for d in range(head_dim):
                 line = head_sums + d * _LANES_BYTES
                 vec.store(line, vec.mul(vec.load(line), shrink))
-        span_values = values + span // TILE_DEPTH * value_step
+        span_values = values + (span - kept) // TILE_DEPTH * value_step
         for d in range(0, head_dim, TILE_ROWS):
             for g in range(0, group, 4):
                 _mix_values(
@@ -296,12 +337,13 @@ def attend_chunk_tiles(
     state: int, transpose_kernel: int, attend_kernel: int, config: int, scale: float,
     q: int, q_stride: int, k_blocks: int, v_blocks: int, table: int, out: int, values: int,
     scratch: int, group: int, num_kv_heads: int, head_dim: int, block_tokens: int,
-    past: int, context: int, triangle: int,
+    past: int, context: int, first: int, window: int, future: int, old: int,
 ) -> None:  # fmt: skip
     """Queries of positions [past, context) to ``out`` [context - past, N, head_dim].
 
-    ``triangle`` is ``future_keys()``; head_dim is a multiple of 32, at most MAX_HEAD_DIM,
-    and block_tokens of 16; KV is bfloat16.
+    The query at position p sees [max(first, p - window + 1), p]. ``future`` is
+    ``future_keys()``, ``old`` is ``old_keys()``; head_dim is a multiple of 32, at most
+    MAX_HEAD_DIM, and block_tokens of 16; KV is bfloat16.
     """
     args = state + ARGS
     hw.store_i64(args, _CONFIG, config)
@@ -319,8 +361,11 @@ def attend_chunk_tiles(
     hw.store_i64(args, _BLOCK_TOKENS, block_tokens)
     hw.store_i64(args, _PAST, past)
     hw.store_i64(args, _CONTEXT, context)
-    hw.store_i64(args, _TRIANGLE, triangle)
+    hw.store_i64(args, _FIRST, first)
+    hw.store_i64(args, _WINDOW, window)
+    hw.store_i64(args, _FUTURE_KEYS, future)
+    hw.store_i64(args, _OLD_KEYS, old)
     hw.store_f64(args, _SCALE, scale)
-    run(state, transpose_kernel, (context + TILE_DEPTH - 1) // TILE_DEPTH)
+    run(state, transpose_kernel, (context - _span_of(first) + TILE_DEPTH - 1) // TILE_DEPTH)
     num_tiles = (context - 1) // TILE_ROWS - past // TILE_ROWS + 1
     run(state, attend_kernel, num_tiles * num_kv_heads)

@@ -1,9 +1,10 @@
 """Paged attention kernels of the CPU path for rows with few queries (decode, drafts).
 
 One item of work is (token, kv head, split): the head's group of query heads over
-one span of SPLIT_TOKENS positions. A second pass joins the spans. Spans are cut
-at fixed positions, so a token's bits depend on neither the batch nor the threads,
-and a long context is spread over the team even for one row.
+one span of SPLIT_TOKENS positions, the first being the one where the token's window
+begins. A second pass joins the spans. Spans are cut at fixed positions, so a token's
+bits depend on neither the batch nor the threads, and a long context is spread over
+the team even for one row.
 Knows addresses and sizes only; prefill chunks take another way (``cpu.py``).
 
     partial of an item, float32:
@@ -26,6 +27,7 @@ SPLIT_TOKENS = 128
 # Scores of one query head; a tile of 4 rows may run past the last position.
 SCORES_STRIDE = SPLIT_TOKENS + 4
 PAD_HEAD = 16
+NO_WINDOW = 1 << 40  # tokens; no context is as long
 _LOWEST = hw.f32(-3.0e38)
 _ZERO = hw.f32(0)
 # Joining up to this many tokens takes less time than sharing the work.
@@ -107,11 +109,31 @@ def _softmax_shares(scores: int, length: int) -> tuple[float, float]:
 
 # The arguments of both kernels, in the order of ``attend_few``.
 (
-    _Q, _Q_STRIDE, _TABLES, _TABLE_STRIDE, _POSITIONS, _ROW_STARTS, _NUM_ROWS,
+    _Q, _Q_STRIDE, _TABLES, _TABLE_STRIDE, _POSITIONS, _ROW_STARTS, _WINDOW_STARTS, _NUM_ROWS,
     _SCRATCH, _SCRATCH_FLOATS, _PARTIALS, _OUT, _GROUP, _K_BLOCKS, _V_BLOCKS, _NUM_KV_HEADS,
     _HEAD_DIM, _HEAD_PADDED, _BLOCK_TOKENS, _KV_IS_F32, _NUM_SPLITS, _FIRST_TOKEN, _NUM_TOKENS,
-    _ITEMS_PER_CHUNK, _SCALE,
-) = range(24)  # fmt: skip
+    _ITEMS_PER_CHUNK, _WINDOW_TOKENS, _SCALE,
+) = range(26)  # fmt: skip
+
+
+def most_splits(max_context: int, window_tokens: int) -> int:
+    """The most spans that a token's visible positions touch."""
+    visible = min(window_tokens, max_context)
+    # A window may begin at the last position of a span.
+    return min(-(-max_context // SPLIT_TOKENS), (visible + SPLIT_TOKENS - 2) // SPLIT_TOKENS + 1)
+
+
+@njit(nogil=True, error_model="numpy")
+def _first_seen(args: int, row: int, position: int) -> int:
+    """The first position that the query at ``position`` sees."""
+    window_tokens = hw.load_i64(args, _WINDOW_TOKENS)
+    if window_tokens == NO_WINDOW:
+        return 0
+    first = max(0, position - window_tokens + 1)
+    window_starts = hw.load_i64(args, _WINDOW_STARTS)
+    if window_starts != 0:
+        first = max(first, np.int64(hw.load_i32(window_starts, row)))
+    return first
 
 
 @njit(nogil=True, error_model="numpy")
@@ -219,12 +241,14 @@ def attend_split_kernel(args: int, chunk: int, thread: int) -> None:
         split, pair = item % num_splits, item // num_splits
         kv_head = pair % num_kv_heads
         token = hw.load_i64(args, _FIRST_TOKEN) + pair // num_kv_heads
-        begin = split * SPLIT_TOKENS
         position = np.int64(hw.load_i32(hw.load_i64(args, _POSITIONS), token))
+        row = _row_of(token, hw.load_i64(args, _ROW_STARTS), hw.load_i64(args, _NUM_ROWS))
+        first = _first_seen(args, row, position)
+        begin = (first // SPLIT_TOKENS + split) * SPLIT_TOKENS
         end = min(begin + SPLIT_TOKENS, position + 1)
+        begin = max(begin, first)
         if begin >= end:
             continue
-        row = _row_of(token, hw.load_i64(args, _ROW_STARTS), hw.load_i64(args, _NUM_ROWS))
         table = hw.load_i64(args, _TABLES) + row * hw.load_i64(args, _TABLE_STRIDE) * 4
         _load_queries(args, token, kv_head, queries)
         _score_span(args, table, kv_head, begin, end, queries, scores)
@@ -244,8 +268,10 @@ def attend_join_kernel(args: int, chunk: int, thread: int) -> None:
     head_dim, head_padded = hw.load_i64(args, _HEAD_DIM), hw.load_i64(args, _HEAD_PADDED)
     num_splits = hw.load_i64(args, _NUM_SPLITS)
     token = hw.load_i64(args, _FIRST_TOKEN) + chunk
-    position = hw.load_i32(hw.load_i64(args, _POSITIONS), token)
-    used = np.int64(position) // SPLIT_TOKENS + 1
+    position = np.int64(hw.load_i32(hw.load_i64(args, _POSITIONS), token))
+    row = _row_of(token, hw.load_i64(args, _ROW_STARTS), hw.load_i64(args, _NUM_ROWS))
+    first_split = _first_seen(args, row, position) // SPLIT_TOKENS
+    used = position // SPLIT_TOKENS - first_split + 1
     partial_bytes = group * (head_padded + 2) * 4
     for kv_head in range(num_kv_heads):
         first = partials + (chunk * num_kv_heads + kv_head) * num_splits * partial_bytes
@@ -274,12 +300,16 @@ def attend_join_kernel(args: int, chunk: int, thread: int) -> None:
 def attend_few(
     state: int, split_kernel: int, join_kernel: int, num_chunks: int, scale: float,
     q: int, q_stride: int, block_tables: int, table_stride: int, positions: int,
-    row_starts: int, num_rows: int, scratch: int, scratch_floats: int, partials: int, out: int,
-    group: int, k_blocks: int, v_blocks: int, num_kv_heads: int, head_dim: int,
-    head_padded: int, block_tokens: int, kv_is_f32: int, num_splits: int, first_token: int,
-    num_tokens: int, items_per_chunk: int,
+    row_starts: int, window_starts: int, num_rows: int, scratch: int, scratch_floats: int,
+    partials: int, out: int, group: int, k_blocks: int, v_blocks: int, num_kv_heads: int,
+    head_dim: int, head_padded: int, block_tokens: int, kv_is_f32: int, num_splits: int,
+    first_token: int, num_tokens: int, items_per_chunk: int, window_tokens: int,
 ) -> None:  # fmt: skip
-    """Both passes over tokens [first_token, first_token + num_tokens)."""
+    """Both passes over tokens [first_token, first_token + num_tokens).
+
+    ``num_splits`` is ``most_splits``. Without a window, ``window_tokens`` is NO_WINDOW;
+    ``window_starts`` is 0 where every row's window KV begins at position 0.
+    """
     args = state + ARGS
     hw.store_i64(args, _Q, q)
     hw.store_i64(args, _Q_STRIDE, q_stride)
@@ -289,6 +319,7 @@ def attend_few(
     hw.store_i64(args, _TABLE_STRIDE, table_stride)
     hw.store_i64(args, _POSITIONS, positions)
     hw.store_i64(args, _ROW_STARTS, row_starts)
+    hw.store_i64(args, _WINDOW_STARTS, window_starts)
     hw.store_i64(args, _NUM_ROWS, num_rows)
     hw.store_i64(args, _SCRATCH, scratch)
     hw.store_i64(args, _SCRATCH_FLOATS, scratch_floats)
@@ -304,6 +335,7 @@ def attend_few(
     hw.store_i64(args, _FIRST_TOKEN, first_token)
     hw.store_i64(args, _NUM_TOKENS, num_tokens)
     hw.store_i64(args, _ITEMS_PER_CHUNK, items_per_chunk)
+    hw.store_i64(args, _WINDOW_TOKENS, window_tokens)
     hw.store_f64(args, _SCALE, scale)
     run(state, split_kernel, num_chunks)
     if _JOIN_ALONE < num_tokens <= MAX_CHUNKS:

@@ -1,4 +1,4 @@
-"""Row-wise kernels of the CPU path: norms, rotary embedding, gated SiLU, storing KV.
+"""Row-wise kernels of the CPU path: norms, rotary embedding, gated SiLU and GELU, storing KV.
 
 Each takes a chunk of consecutive tokens, reads bfloat16, computes in float32 and
 rounds once. Knows addresses and sizes only; ``cpu.py`` cuts the chunks.
@@ -22,6 +22,9 @@ _EXP_MIN, _EXP_MAX = hw.f32(-87.0), hw.f32(88.0)
 _HALF = hw.f32(0.5)
 # exp(r) on |r| <= ln(2) / 2 by its Taylor series to r^6: relative error below 2e-7.
 _C2, _C3, _C4, _C5, _C6 = (hw.f32(1 / n) for n in (2, 6, 24, 120, 720))
+
+# Two times sqrt(2 / pi), and that times 0.044715.
+_GELU_LINEAR, _GELU_CUBIC = hw.f32(1.5957691216057308), hw.f32(0.07135481282052653)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -53,6 +56,20 @@ def _scale_row(
     else:
         for i in range(length):
             hw.store_bf16(out, i, hw.load_bf16(row, i) * factor * hw.load_bf16(weight, i))
+
+
+@njit(nogil=True, error_model="numpy")
+def _add_scaled_row(
+    row: int, factor: float, weight: int, weight_is_f32: int, total: int, length: int
+) -> None:
+    if weight_is_f32 != 0:
+        for i in range(length):
+            scaled = hw.load_bf16(row, i) * factor * hw.load_f32(weight, i)
+            hw.store_bf16(total, i, hw.load_bf16(total, i) + scaled)
+    else:
+        for i in range(length):
+            scaled = hw.load_bf16(row, i) * factor * hw.load_bf16(weight, i)
+            hw.store_bf16(total, i, hw.load_bf16(total, i) + scaled)
 
 
 def rms_norm_kernel(args: int, chunk: int, thread: int) -> None:
@@ -91,6 +108,38 @@ def add_rms_norm_kernel(args: int, chunk: int, thread: int) -> None:
         _scale_row(row, factor, weight, weight_is_f32, target, length)
 
 
+def norm_add_norm_kernel(args: int, chunk: int, thread: int) -> None:
+    """residual += rms_norm(x), then x = rms_norm(residual), both in place; the first norm
+    is not rounded.
+
+    args: x, residual, post_weight, next_weight, weights_are_f32, length, num_tokens,
+    tokens_per_chunk; real: eps.
+    """
+    x, residual = hw.load_i64(args, 0), hw.load_i64(args, 1)
+    post_weight, next_weight = hw.load_i64(args, 2), hw.load_i64(args, 3)
+    weights_are_f32, length = hw.load_i64(args, 4), hw.load_i64(args, 5)
+    begin = chunk * hw.load_i64(args, 7)
+    end = min(begin + hw.load_i64(args, 7), hw.load_i64(args, 6))
+    eps = np.float32(hw.load_f64(args, 14))
+    for token in range(begin, end):
+        row, target = residual + token * length * 2, x + token * length * 2
+        _add_scaled_row(
+            target, _inverse_rms(target, length, eps), post_weight, weights_are_f32, row, length
+        )
+        factor = _inverse_rms(row, length, eps)
+        _scale_row(row, factor, next_weight, weights_are_f32, target, length)
+
+
+def scale_kernel(args: int, chunk: int, thread: int) -> None:
+    """x *= factor in place. args: x, num_elements, elements_per_chunk; real: factor."""
+    x = hw.load_i64(args, 0)
+    begin = chunk * hw.load_i64(args, 2)
+    end = min(begin + hw.load_i64(args, 2), hw.load_i64(args, 1))
+    factor = np.float32(hw.load_f64(args, 14))
+    for i in range(begin, end):
+        hw.store_bf16(x, i, hw.load_bf16(x, i) * factor)
+
+
 def silu_mul_kernel(args: int, chunk: int, thread: int) -> None:
     """args: gate_up [T, 2F], out [T, F], inner (F), num_tokens, tokens_per_chunk."""
     gate_up, out, inner = hw.load_i64(args, 0), hw.load_i64(args, 1), hw.load_i64(args, 2)
@@ -102,6 +151,23 @@ def silu_mul_kernel(args: int, chunk: int, thread: int) -> None:
         for i in range(inner):
             value = hw.load_bf16(gate, i)
             hw.store_bf16(target, i, value / (_ONE + exp_f32(-value)) * hw.load_bf16(up, i))
+
+
+def gelu_mul_kernel(args: int, chunk: int, thread: int) -> None:
+    """args: as of ``silu_mul_kernel``.
+
+    value * (1 + tanh(z)) / 2 = value / (1 + exp(-2 z)), z = sqrt(2 / pi) (value + 0.044715 value^3)
+    """
+    gate_up, out, inner = hw.load_i64(args, 0), hw.load_i64(args, 1), hw.load_i64(args, 2)
+    begin = chunk * hw.load_i64(args, 4)
+    end = min(begin + hw.load_i64(args, 4), hw.load_i64(args, 3))
+    for token in range(begin, end):
+        gate = gate_up + token * inner * 4
+        up, target = gate + inner * 2, out + token * inner * 2
+        for i in range(inner):
+            value = hw.load_bf16(gate, i)
+            twice = value * (_GELU_LINEAR + _GELU_CUBIC * value * value)
+            hw.store_bf16(target, i, value / (_ONE + exp_f32(-twice)) * hw.load_bf16(up, i))
 
 
 @njit(nogil=True, error_model="numpy")
@@ -150,6 +216,8 @@ def store_kv_kernel(args: int, chunk: int, thread: int) -> None:
     end = min(begin + hw.load_i64(args, 13), hw.load_i64(args, 12))
     for token in range(begin, end):
         slot = hw.load_i64(slots, token)
+        if slot < 0:
+            continue
         block, offset = slot // block_tokens, slot % block_tokens
         for head in range(num_kv_heads):
             place = ((block * num_kv_heads + head) * block_tokens + offset) * head_padded

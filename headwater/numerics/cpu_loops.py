@@ -1,7 +1,8 @@
-"""The two vector inner loops under the matrix and attention kernels of this room.
+"""The vector inner loops under the matrix and attention kernels of this room.
 
     dot_tile   out[t, r] = weights[r] . x[t]                  (linear, scores)
     mix_tile   out[m] += sum over t of shares[m, t] * values[t]   (attention's values)
+    pair_tile  out[r, :] = sum over p of a[r, p] . b[p, :], pairs of bfloat16   (chunks)
 
 Each keeps a tile of sums in vector registers; the tile's size is a literal of the
 call, so the loop over it is unrolled where the code is generated. Knows
@@ -17,6 +18,7 @@ from numba.extending import intrinsic
 
 from headwater.numerics.cpu_intrinsics import (
     F32,
+    HOST_FEATURES,
     I8,
     I16,
     I32,
@@ -93,8 +95,8 @@ def _multiply_add(builder: ir.IRBuilder) -> ir.Function:
 
 
 def _spread(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """``value`` in every lane."""
-    undefined = ir.Constant(ir.VectorType(F32, LANES), ir.Undefined)
+    """``value``, of 32 bits, in every lane."""
+    undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, value, I32(0))
     lanes = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
     return builder.shuffle_vector(first, undefined, lanes)
@@ -221,3 +223,84 @@ def mix_tile(
         return ctx.get_dummy_value()
 
     return types.void(kind, num_mixes, *[types.int64] * 7), lower
+
+
+# Whether the machine multiplies pairs of bfloat16 and adds both products to a float32.
+HAS_PAIR_DOT = LANES == 16 and "avx512bf16" in HOST_FEATURES
+_WORDS = ir.VectorType(I32, LANES)
+_REALS = ir.VectorType(F32, LANES)
+
+
+def _add_pair_dot(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """total + a.low * b.low + a.high * b.high; a and b are LANES pairs of bfloat16."""
+    if HAS_PAIR_DOT:
+        signature = ir.FunctionType(_REALS, [_REALS, _WORDS, _WORDS])
+        dot = cgutils.get_or_insert_function(
+            builder.module, signature, "llvm.x86.avx512bf16.dpbf16ps.512"
+        )
+        return builder.call(dot, [total, a, b])
+    fma = _multiply_add(builder)
+    sixteen = ir.Constant(_WORDS, [16] * LANES)
+    upper = ir.Constant(_WORDS, [-0x10000] * LANES)
+    low = [builder.bitcast(builder.shl(pair, sixteen), _REALS) for pair in (a, b)]
+    high = [builder.bitcast(builder.and_(pair, upper), _REALS) for pair in (a, b)]
+    return builder.call(fma, [*high, builder.call(fma, [*low, total])])
+
+
+@intrinsic(prefer_literal=True)
+def pair_tile(
+    _ctx: Typing,
+    num_rows: Type,
+    num_vectors: Type,
+    a: Type,
+    row_bytes: Type,
+    step_bytes: Type,
+    b: Type,
+    num_steps: Type,
+    out: Type,
+    shrink: Type,
+) -> Typed:
+    """out[r, :] = out[r, :] * shrink + sum over p < num_steps of a[r, p] . b[p, :].
+
+    ``num_rows`` and ``num_vectors`` are literals. A line has num_vectors * LANES lanes:
+    b is lines of pairs of bfloat16, out lines of float32 and ``shrink`` the address of
+    one, or 0 where out is to begin at 0. The pair a[r, p] is at r * row_bytes +
+    p * step_bytes.
+    """
+    rows, vectors = range(num_rows.literal_value), range(num_vectors.literal_value)
+    line_bytes = len(vectors) * LANES * 4
+
+    def lower(ctx: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
+        a, row_bytes, step_bytes, b, num_steps, out, shrink = args[2:]
+
+        def lanes(of: ir.VectorType, address: ir.Value, number: int) -> ir.Value:
+            place = builder.add(address, I64(number * LANES * 4))
+            return builder.inttoptr(place, of.as_pointer())
+
+        zero = ir.Constant(_REALS, [0.0] * LANES)
+        sums = {(r, n): cgutils.alloca_once_value(builder, zero) for r in rows for n in vectors}
+        with builder.if_then(builder.icmp_signed("!=", shrink, I64(0))):
+            factors = [builder.load(lanes(_REALS, shrink, n), align=4) for n in vectors]
+            for (r, n), total in sums.items():
+                line = builder.add(out, I64(r * line_bytes))
+                before = builder.load(lanes(_REALS, line, n), align=4)
+                builder.store(builder.fmul(before, factors[n]), total)
+        starts = [builder.add(a, builder.mul(row_bytes, I64(r))) for r in rows]
+        with cgutils.for_range_slice(builder, I64(0), num_steps, I64(1), intp=I64) as (p, _):
+            line = builder.add(b, builder.mul(p, I64(line_bytes)))
+            right = [builder.load(lanes(_WORDS, line, n), align=4) for n in vectors]
+            offset = builder.mul(p, step_bytes)
+            for r in rows:
+                word = builder.inttoptr(builder.add(starts[r], offset), I32.as_pointer())
+                left = _spread(builder, builder.load(word, align=4))
+                for n in vectors:
+                    total = sums[r, n]
+                    builder.store(
+                        _add_pair_dot(builder, builder.load(total), left, right[n]), total
+                    )
+        for (r, n), total in sums.items():
+            line = builder.add(out, I64(r * line_bytes))
+            builder.store(builder.load(total), lanes(_REALS, line, n), align=4)
+        return ctx.get_dummy_value()
+
+    return types.void(num_rows, num_vectors, *[types.int64] * 7), lower

@@ -7,7 +7,8 @@ with their arguments, run by one compiled loop. It is what a captured graph is o
 GPU, with the same rules: inputs are copied to where the program reads them, and the
 body may only call this room's kernels and make views.
 
-    key      (KV, rows, spans of context rounded up to a power of two)
+    key      (KV, rows, spans of context rounded up to a power of two, which of the
+             batch's optional inputs there are)
     program  [call, argument, ...] int64, one row per kernel call
     memory   results of a recorded body come from a pool that all programs share,
              since one runs at a time; the last result is copied out
@@ -36,7 +37,7 @@ from headwater.numerics.ops import LayerKV, RaggedBatch
 
 MAX_ROWS = 64
 MAX_PROGRAMS = 128
-WORDS = 28  # of one call: its kind, then up to 27 arguments
+WORDS = 30  # of one call: its kind, then up to 29 arguments
 
 Body = Callable[[Tensor, RaggedBatch], Tensor]
 
@@ -56,7 +57,7 @@ class Programs:
     def __init__(self, team: Team, activations: Activations) -> None:
         self._team, self._activations = team, activations
         # None: a body that cannot be recorded, as its shape takes it through a library.
-        self._programs: OrderedDict[tuple[int, int, int], _Program | None] = OrderedDict()
+        self._programs: OrderedDict[tuple[int, ...], _Program | None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -65,7 +66,13 @@ class Programs:
         """``body(x, batch)``, recorded or replayed. ``x`` is left as it is."""
         num_spans = -(-batch.max_context // SPLIT_TOKENS)
         num_spans = 1 << (num_spans - 1).bit_length()
-        key = (id(kv), x.shape[0], num_spans)
+        key = (
+            id(kv),
+            x.shape[0],
+            num_spans,
+            batch.window_starts is None,
+            batch.global_slots is None,
+        )
         if key in self._programs:
             self._programs.move_to_end(key)
             program = self._programs[key]
@@ -92,6 +99,8 @@ class Programs:
             slots=torch.zeros(num_rows, dtype=torch.int64),
             max_row_tokens=1,
             max_context=max_context,
+            window_starts=_like(batch.window_starts),
+            global_slots=_like(batch.global_slots),
         )
         fixed_x = torch.empty_like(x)
         _copy_inputs(fixed_x, fixed, x, batch)
@@ -108,6 +117,10 @@ class Programs:
         return program.result.clone()
 
 
+def _like(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else torch.zeros_like(tensor)
+
+
 def _copy_inputs(fixed_x: Tensor, fixed: RaggedBatch, x: Tensor, batch: RaggedBatch) -> None:
     """What changes from step to step. Entries past a row's blocks may be left over: no
     kernel reads beyond a row's context."""
@@ -115,6 +128,10 @@ def _copy_inputs(fixed_x: Tensor, fixed: RaggedBatch, x: Tensor, batch: RaggedBa
     fixed.positions.copy_(batch.positions)
     fixed.slots.copy_(batch.slots)
     fixed.context_lens.copy_(batch.context_lens)
+    if fixed.window_starts is not None and batch.window_starts is not None:
+        fixed.window_starts.copy_(batch.window_starts)
+    if fixed.global_slots is not None and batch.global_slots is not None:
+        fixed.global_slots.copy_(batch.global_slots)
     width = min(batch.block_tables.shape[1], fixed.block_tables.shape[1])
     fixed.block_tables[:, :width].copy_(batch.block_tables[:, :width])
 
@@ -152,6 +169,7 @@ def replay(state: int, calls: int, num_calls: int) -> None:
                 hw.load_i64(c, 16), hw.load_i64(c, 17), hw.load_i64(c, 18), hw.load_i64(c, 19),
                 hw.load_i64(c, 20), hw.load_i64(c, 21), hw.load_i64(c, 22), hw.load_i64(c, 23),
                 hw.load_i64(c, 24), hw.load_i64(c, 25), hw.load_i64(c, 26), hw.load_i64(c, 27),
+                hw.load_i64(c, 28), hw.load_i64(c, 29),
             )  # fmt: skip
         elif kind == LINEAR_FEW:
             linear_few_rows(

@@ -32,7 +32,7 @@ from numba import cfunc, njit, types
 from headwater.numerics import cpu_intrinsics as hw
 
 MAX_CHUNKS = 1 << 11
-NUM_ARGS = 24
+NUM_ARGS = 26
 LINGER_US = 100.0
 
 # The shared block: 64-byte lines of int64 words, so that no two hot words share a line.

@@ -13,6 +13,7 @@ from numba.extending import intrinsic, models, register_model
 
 from headwater.numerics.cpu_intrinsics import (
     F32,
+    I16,
     I32,
     LANES,
     Context,
@@ -139,6 +140,27 @@ def larger(_ctx: Typing, a: Type, b: Type) -> Typed:
 
 
 @intrinsic
+def smaller(_ctx: Typing, a: Type, b: Type) -> Typed:
+    """The smaller of each pair of lanes; b where either is NaN."""
+
+    def lower(_context: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
+        return builder.select(builder.fcmp_ordered("<", *args), *args)
+
+    return vector(vector, vector), lower
+
+
+@intrinsic
+def keep_ordered(_ctx: Typing, value: Type, a: Type, b: Type, other: Type) -> Typed:
+    """The lanes of ``value`` where a <= b, else those of ``other``."""
+
+    def lower(_context: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
+        value, a, b, other = args
+        return builder.select(builder.fcmp_ordered("<=", a, b), value, other)
+
+    return vector(vector, vector, vector, vector), lower
+
+
+@intrinsic
 def add_to_exponent(_ctx: Typing, a: Type, n: Type) -> Typed:
     """a * 2**k, where the last bits of n's significand are the whole number k."""
 
@@ -164,6 +186,25 @@ def store_bf16_pairs(_ctx: Typing, address: Type, low: Type, high: Type) -> Type
         return ctx.get_dummy_value()
 
     return types.void(types.int64, vector, vector), lower
+
+
+@intrinsic
+def pair_bf16(_ctx: Typing, target: Type, low: Type, high: Type) -> Typed:
+    """LANES bfloat16 at ``low`` and at ``high`` to ``target``, neighbours as pairs."""
+
+    def lower(ctx: Context, builder: ir.IRBuilder, _sig: object, args: Values) -> ir.Value:
+        halves = ir.VectorType(I16, LANES)
+        low, high = (
+            builder.zext(
+                builder.load(builder.inttoptr(address, halves.as_pointer()), align=2), _WORDS
+            )
+            for address in args[1:]
+        )
+        pairs = builder.or_(low, builder.shl(high, _words(16)))
+        builder.store(pairs, builder.inttoptr(args[0], _WORDS.as_pointer()), align=4)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), lower
 
 
 _EXP2_MIN = f32(-126.0)

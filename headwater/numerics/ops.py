@@ -45,6 +45,9 @@ class RaggedBatch:
     slots: Tensor  # int64 [T], block_id * block_tokens + offset where the token's KV goes
     max_row_tokens: int
     max_context: int
+    # Only for models with window layers; None: no row has any of it.
+    window_starts: Tensor | None = None  # int32 [R], see ``core.step.StepRow.window_start``
+    global_slots: Tensor | None = None  # int64 [T], ``slots`` with -1 at replayed tokens
 
 
 class PackedLinear(Protocol):
@@ -128,6 +131,18 @@ class Ops(Protocol):
         """(rms_norm(x + residual), x + residual) in one pass; may overwrite its inputs."""
         ...
 
+    def norm_add_norm(
+        self, x: Tensor, post_weight: Tensor, residual: Tensor, next_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """For layers that norm their result before it is added: with
+        ``total = residual + rms_norm(x, post_weight)``, (rms_norm(total, next_weight), total).
+        May overwrite ``x`` and ``residual``, [T, H]."""
+        ...
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """[T, H] * factor, rounded once; may overwrite ``x``."""
+        ...
+
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         """Rotary embedding in place, half-split pairs (i, i + D_rot/2).
 
@@ -138,6 +153,10 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F] (gate then up) -> [T, F] = silu(gate) * up."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2F] (gate then up) -> [T, F] = gelu(gate) * up, gelu in its tanh form."""
         ...
 
     def allocate_kv(
@@ -156,12 +175,30 @@ class Ops(Protocol):
         ...
 
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
-        """Write k, v [T, K, D] at ``slots``."""
+        """Write k, v [T, K, D] at ``slots``; a slot of -1 writes nothing."""
         ...
 
-    def attend(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window_tokens: int | None = None,
+    ) -> Tensor:
         """Causal grouped-query attention over each row's blocks: [T, N, D] -> [T, N, D].
 
-        The row's own K and V are already stored. Softmax in float32.
+        The row's own K and V are already stored. Softmax in float32. With
+        ``window_tokens``, the query at position p of row r sees positions
+        [max(p - window_tokens + 1, batch.window_starts[r]), p].
         """
+        ...
+
+    def kv_buffers(self, kv: LayerKV, block: int) -> tuple[memoryview, ...] | None:
+        """One block's bytes of this layer in place: contiguous, writable, format ``B``, always
+        in the same order. None where the host cannot address the device's memory."""
+        ...
+
+    def copy_kv_block(self, kv: LayerKV, source: int, target: int) -> None:
+        """All bytes of block ``source`` into block ``target``."""
         ...

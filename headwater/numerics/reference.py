@@ -48,15 +48,23 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class PlainKV:
-    """Keys and values [num_blocks * block_tokens, K, D]: row ``slot`` is one token's."""
+    """Keys and values [num_blocks * block_tokens + 1, K, D]: row ``slot`` is one token's,
+    and the last row, slot -1, takes what nobody keeps."""
 
     k: Tensor
     v: Tensor
+    num_blocks: int
     block_tokens: int
 
-    @property
-    def num_blocks(self) -> int:
-        return self.k.shape[0] // self.block_tokens
+    def block(self, block: int) -> tuple[Tensor, Tensor]:
+        """Views of one block's keys and values."""
+        rows = slice(block * self.block_tokens, (block + 1) * self.block_tokens)
+        return self.k[rows], self.v[rows]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor that the host can address."""
+    return tensor.view(torch.uint8).flatten().numpy().data
 
 
 def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,6 +171,15 @@ class ReferenceOps:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
+    def norm_add_norm(
+        self, x: Tensor, post_weight: Tensor, residual: Tensor, next_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = residual + self.rms_norm(x, post_weight, eps)
+        return self.rms_norm(total, next_weight, eps), total
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return (x.float() * factor).to(x.dtype)
+
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         half = cos.shape[1]
         c, s = cos[positions][:, None, :], sin[positions][:, None, :]  # [T, 1, D_rot/2]
@@ -175,15 +192,19 @@ class ReferenceOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
     # ---- KV and attention -----------------------------------------------------------
 
     def allocate_kv(
         self, num_blocks: int, block_tokens: int, num_kv_heads: int, head_dim: int,
         kv_format: KVFormat,
     ) -> PlainKV:  # fmt: skip
-        shape = (num_blocks * block_tokens, num_kv_heads, head_dim)
+        shape = (num_blocks * block_tokens + 1, num_kv_heads, head_dim)
         k, v = (torch.zeros(shape, dtype=KV_DTYPES[kv_format], device=self._device) for _ in "kv")
-        return PlainKV(k, v, block_tokens)
+        return PlainKV(k, v, num_blocks, block_tokens)
 
     def kv_bytes_per_token(self, num_kv_heads: int, head_dim: int, kv_format: KVFormat) -> int:
         return 2 * num_kv_heads * head_dim * KV_DTYPES[kv_format].itemsize
@@ -193,19 +214,39 @@ class ReferenceOps:
         kv.k[slots] = k.to(kv.k.dtype)
         kv.v[slots] = v.to(kv.v.dtype)
 
-    def attend(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window_tokens: int | None = None,
+    ) -> Tensor:
         assert isinstance(kv, PlainKV)
         out = torch.empty_like(q)
         starts, contexts = batch.row_starts.tolist(), batch.context_lens.tolist()
+        window_starts = [0] * len(contexts)
+        if window_tokens is not None and batch.window_starts is not None:
+            window_starts = batch.window_starts.tolist()
         offsets = torch.arange(kv.block_tokens, device=q.device)
         for row, context in enumerate(contexts):
             tokens = slice(starts[row], starts[row + 1])
+            # No query of the row sees further back than the row's first one.
+            first = window_starts[row]
+            if window_tokens is not None:
+                first = max(first, context - (starts[row + 1] - starts[row]) - window_tokens + 1)
+            first_block = first // kv.block_tokens
             num_blocks = -(-context // kv.block_tokens)
-            blocks = batch.block_tables[row, :num_blocks].long()
-            slots = (blocks[:, None] * kv.block_tokens + offsets).flatten()[:context]
-            keys, values = kv.k[slots].to(q.dtype), kv.v[slots].to(q.dtype)  # [context, K, D]
+            blocks = batch.block_tables[row, first_block:num_blocks].long()
+            slots = (blocks[:, None] * kv.block_tokens + offsets).flatten()
+            slots = slots[first - first_block * kv.block_tokens :][: context - first]
+            keys, values = kv.k[slots].to(q.dtype), kv.v[slots].to(q.dtype)  # [seen, K, D]
             # Query i of the row sees key positions up to its own.
-            seen = torch.arange(context, device=q.device) <= batch.positions[tokens, None]
+            key_positions = torch.arange(first, context, device=q.device)
+            positions = batch.positions[tokens, None]
+            seen = key_positions <= positions
+            if window_tokens is not None:
+                seen &= key_positions > positions - window_tokens
             attended = F.scaled_dot_product_attention(
                 q[tokens].transpose(0, 1)[None],
                 keys.transpose(0, 1)[None],
@@ -216,3 +257,14 @@ class ReferenceOps:
             )
             out[tokens] = attended[0].transpose(0, 1)
         return out
+
+    def kv_buffers(self, kv: LayerKV, block: int) -> tuple[memoryview, ...] | None:
+        assert isinstance(kv, PlainKV)
+        if self._device.type != "cpu":
+            return None
+        return tuple(bytes_of(part) for part in kv.block(block))
+
+    def copy_kv_block(self, kv: LayerKV, source: int, target: int) -> None:
+        assert isinstance(kv, PlainKV)
+        for ours, theirs in zip(kv.block(target), kv.block(source), strict=True):
+            ours.copy_(theirs)

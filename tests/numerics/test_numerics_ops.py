@@ -1,4 +1,4 @@
-"""CpuOps against ReferenceOps on random shapes, op by op.
+"""CpuOps against ReferenceOps on random shapes, op by op; attention has a file of its own.
 
 Tolerances. Both take the same bfloat16 inputs; the reference computes in float32
 from them and the fast path rounds its result once to bfloat16: half a unit in the
@@ -8,53 +8,28 @@ order. Where the fast path rounds intermediates too, the bound is argued in plac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
+from emulated_tiles import fast_ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from numerics_cases import HALF_ULP, assert_close, bf16, case_of
 
 from headwater.core.errors import ConfigError
 from headwater.numerics.cpu import CpuOps
 from headwater.numerics.cpu_amx import tiles_available
-from headwater.numerics.cpu_kv import FEW_QUERIES
-from headwater.numerics.ops import KVFormat, RaggedBatch, WeightFormat
+from headwater.numerics.ops import KVFormat, LayerKV, Ops, WeightFormat
 from headwater.numerics.reference import ReferenceOps
 
 REFERENCE = ReferenceOps()
-HALF_ULP = 2.0**-8
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(False, id="vectors"),
-        pytest.param(
-            True,
-            id="tiles",
-            marks=pytest.mark.skipif(not tiles_available(), reason="this CPU has no AMX tiles"),
-        ),
-    ],
-)
-def fast(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
-    ops = CpuOps(num_threads=2, tiles=request.param)
-    yield ops
-    ops.close()
-
-
-def bf16(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
-
-
-def assert_close(got: Tensor, want: Tensor, *, relative: float, absolute: float) -> None:
-    got, want = got.float(), want.float()
-    assert got.shape == want.shape
-    error = (got - want).abs()
-    assert bool((error <= relative * want.abs() + absolute).all()), f"off by {error.max():.3g}"
+@pytest.fixture(scope="module", params=["vectors", "tiles"])
+def fast(request: pytest.FixtureRequest) -> CpuOps:
+    return fast_ops(request.param)
 
 
 # ---- linear -------------------------------------------------------------------------
@@ -205,6 +180,65 @@ def test_silu_mul_of_extreme_gates_is_finite(fast: CpuOps) -> None:
 
 
 @FEW
+@given(seed=st.integers(0, 2**31), num_tokens=st.integers(1, 40), inner=st.integers(1, 300))
+def test_gelu_mul_equals_the_reference(
+    fast: CpuOps, seed: int, num_tokens: int, inner: int
+) -> None:
+    gate_up = bf16(torch.Generator().manual_seed(seed), num_tokens, 2 * inner, scale=4)
+    want = REFERENCE.gelu_mul(gate_up.float())
+    # The reference's 1 + tanh keeps few digits of gates far below 0.
+    assert_close(fast.gelu_mul(gate_up), want, relative=HALF_ULP, absolute=1e-5)
+
+
+def test_gelu_mul_of_known_and_extreme_gates(fast: CpuOps) -> None:
+    gate = torch.tensor([[-200.0, -20.0, -1.0, 0.0, 1.0, 20.0, 3e38]])
+    got = fast.gelu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1).to(torch.bfloat16))
+    assert bool(got.isfinite().all())
+    want = torch.tensor([[0.0, 0.0, -0.158808, 0.0, 0.841192, 20.0, 3e38]])
+    assert_close(got, want, relative=HALF_ULP, absolute=1e-12)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    num_tokens=st.integers(1, 70),
+    size=st.integers(1, 700),
+    weight_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_norm_add_norm_equals_the_reference(
+    fast: CpuOps, seed: int, num_tokens: int, size: int, weight_dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = bf16(generator, num_tokens, size), bf16(generator, num_tokens, size)
+    post, following = (torch.randn(size, generator=generator).to(weight_dtype) for _ in range(2))
+    _, want_kept = REFERENCE.norm_add_norm(x.float(), post, residual.float(), following, 1e-5)
+    norm, kept = fast.norm_add_norm(x.clone(), post, residual.clone(), following, 1e-5)
+    assert_close(kept, want_kept, relative=HALF_ULP, absolute=1e-5)
+    # The second norm is that of the rounded sum, which is what the next layers see.
+    want = REFERENCE.rms_norm(kept.float(), following, 1e-5)
+    assert_close(norm, want, relative=HALF_ULP, absolute=1e-6)
+
+
+def test_the_reference_norms_before_it_adds() -> None:
+    x, residual = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 1.0]])
+    # rms of (3, 4) is 5 / sqrt(2): the normed row is (0.6, 0.8) sqrt(2).
+    norm, total = REFERENCE.norm_add_norm(
+        x, torch.tensor([1.0, 2.0]), residual, torch.tensor([1.0, 1.0]), 0.0
+    )
+    want = torch.tensor([[1 + 0.6 * 2**0.5, 1 + 1.6 * 2**0.5]])
+    torch.testing.assert_close(total, want)
+    torch.testing.assert_close(norm, want / want.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 50_000])
+def test_scale_rounds_once(fast: CpuOps, num_tokens: int) -> None:
+    x = bf16(torch.Generator().manual_seed(6), num_tokens, 20)
+    want = (x.double() * 25.298).to(torch.bfloat16)
+    assert torch.equal(fast.scale(x.clone(), 25.298), want)
+    assert torch.equal(REFERENCE.scale(x, 25.298), want)
+
+
+@FEW
 @given(
     seed=st.integers(0, 2**31),
     num_tokens=st.integers(1, 40),
@@ -237,138 +271,6 @@ def test_rotate_changes_views_in_place_as_the_reference_does(
 # ---- KV and attention ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Rows of (new tokens, context) over shuffled blocks, and the slots of every token."""
-
-    batch: RaggedBatch
-    num_blocks: int
-    all_slots: Tensor
-
-
-def case_of(rows: list[tuple[int, int]], block_tokens: int, generator: torch.Generator) -> Case:
-    blocks_per_row = [-(-context // block_tokens) for _, context in rows]
-    num_blocks = sum(blocks_per_row) + 2
-    shuffled = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
-    # Two unused columns: entries past a row's context are 0, a block of somebody else.
-    tables = torch.zeros(len(rows), max(blocks_per_row) + 2, dtype=torch.int32)
-    starts, taken = [0], 0
-    positions: list[int] = []
-    slots: list[int] = []
-    all_slots: list[int] = []
-    for row, (num_new, context) in enumerate(rows):
-        tables[row, : blocks_per_row[row]] = shuffled[taken : taken + blocks_per_row[row]]
-        taken += blocks_per_row[row]
-        row_slots = [
-            int(tables[row, p // block_tokens]) * block_tokens + p % block_tokens
-            for p in range(context)
-        ]
-        all_slots += row_slots
-        slots += row_slots[context - num_new :]
-        positions += range(context - num_new, context)
-        starts.append(starts[-1] + num_new)
-    batch = RaggedBatch(
-        row_starts=torch.tensor(starts, dtype=torch.int32),
-        context_lens=torch.tensor([context for _, context in rows], dtype=torch.int32),
-        block_tables=tables,
-        positions=torch.tensor(positions, dtype=torch.int32),
-        slots=torch.tensor(slots),
-        max_row_tokens=max(num_new for num_new, _ in rows),
-        max_context=max(context for _, context in rows),
-    )
-    return Case(batch, num_blocks, torch.tensor(all_slots))
-
-
-ROWS = st.lists(
-    st.tuples(
-        st.one_of(st.just(1), st.integers(1, 2 * FEW_QUERIES), st.integers(1, 80)),
-        st.integers(0, 300),
-    ).map(lambda row: (row[0], row[0] + row[1])),
-    min_size=1,
-    max_size=5,
-)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 2**31),
-    rows=ROWS,
-    num_kv_heads=st.integers(1, 3),
-    group=st.integers(1, 8),
-    head_dim=st.sampled_from([16, 20, 32, 64, 72, 96, 128, 256]),
-    block_tokens=st.sampled_from([16, 32]),
-    kv_format=st.sampled_from([KVFormat.BF16, KVFormat.FP32]),
-)
-def test_attention_over_stored_kv_equals_the_reference_on_any_mix_of_rows(
-    fast: CpuOps, seed: int, rows: list[tuple[int, int]], num_kv_heads: int, group: int,
-    head_dim: int, block_tokens: int, kv_format: KVFormat,
-) -> None:  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    case = case_of(rows, block_tokens, generator)
-    num_stored = case.all_slots.shape[0]
-    k, v = (bf16(generator, num_stored, num_kv_heads, head_dim) for _ in range(2))
-    kv = fast.allocate_kv(case.num_blocks, block_tokens, num_kv_heads, head_dim, kv_format)
-    want_kv = REFERENCE.allocate_kv(
-        case.num_blocks, block_tokens, num_kv_heads, head_dim, KVFormat.FP32
-    )
-    fast.store_kv(k, v, kv, case.all_slots)
-    REFERENCE.store_kv(k.float(), v.float(), want_kv, case.all_slots)
-    num_tokens = case.batch.positions.shape[0]
-    q = bf16(generator, num_tokens, num_kv_heads * group, head_dim)
-    scale = head_dim**-0.5
-    got = fast.attend(q, kv, case.batch, scale)
-    want = REFERENCE.attend(q.float(), want_kv, case.batch, scale)
-    # An output is a mean of values with weights that add up to 1; flash attention rounds
-    # each weight to bfloat16, so the mean moves by at most 2**-8 of the largest value.
-    assert_close(got, want, relative=HALF_ULP, absolute=2.0**-8 * float(v.float().abs().max()))
-
-
-@pytest.mark.parametrize("kv_format", [KVFormat.BF16, KVFormat.FP32])
-def test_decode_attention_is_as_exact_as_its_rounding(fast: CpuOps, kv_format: KVFormat) -> None:
-    generator = torch.Generator().manual_seed(6)
-    case = case_of([(1, 700), (3, 129), (1, 1), (1, 128)], 16, generator)
-    k, v = (bf16(generator, case.all_slots.shape[0], 3, 64) for _ in range(2))
-    kv = fast.allocate_kv(case.num_blocks, 16, 3, 64, kv_format)
-    want_kv = REFERENCE.allocate_kv(case.num_blocks, 16, 3, 64, KVFormat.FP32)
-    fast.store_kv(k, v, kv, case.all_slots)
-    REFERENCE.store_kv(k.float(), v.float(), want_kv, case.all_slots)
-    q = bf16(generator, 6, 9, 64, scale=3)
-    want = REFERENCE.attend(q.float(), want_kv, case.batch, 0.125)
-    got = fast.attend(q, kv, case.batch, 0.125)
-    assert_close(got, want, relative=HALF_ULP, absolute=1e-5)
-
-
-def test_a_decode_row_has_the_same_bits_alone_and_among_others(fast: CpuOps) -> None:
-    generator = torch.Generator().manual_seed(7)
-    case = case_of([(1, 300), (1, 40), (1, 513)], 16, generator)
-    k, v = (bf16(generator, case.all_slots.shape[0], 2, 64) for _ in range(2))
-    kv = fast.allocate_kv(case.num_blocks, 16, 2, 64, KVFormat.BF16)
-    fast.store_kv(k, v, kv, case.all_slots)
-    q = bf16(generator, 3, 8, 64)
-    together = fast.attend(q, kv, case.batch, 0.125)
-    for row in range(3):
-        alone = RaggedBatch(
-            row_starts=torch.tensor([0, 1], dtype=torch.int32),
-            context_lens=case.batch.context_lens[row : row + 1],
-            block_tables=case.batch.block_tables[row : row + 1],
-            positions=case.batch.positions[row : row + 1],
-            slots=case.batch.slots[row : row + 1],
-            max_row_tokens=1,
-            max_context=int(case.batch.context_lens[row]),
-        )
-        assert torch.equal(fast.attend(q[row : row + 1], kv, alone, 0.125)[0], together[row])
-
-
-def test_attention_with_large_scores_is_finite(fast: CpuOps) -> None:
-    generator = torch.Generator().manual_seed(8)
-    case = case_of([(1, 200), (20, 60)], 16, generator)
-    k, v = (bf16(generator, case.all_slots.shape[0], 1, 32, scale=60) for _ in range(2))
-    kv = fast.allocate_kv(case.num_blocks, 16, 1, 32, KVFormat.BF16)
-    fast.store_kv(k, v, kv, case.all_slots)
-    got = fast.attend(bf16(generator, 21, 4, 32, scale=60), kv, case.batch, 1.0)
-    assert bool(got.isfinite().all())
-
-
 def test_store_kv_leaves_other_slots_alone(fast: CpuOps) -> None:
     kv = fast.allocate_kv(4, 16, 2, 20, KVFormat.BF16)
     ones = torch.ones(2, 2, 20, dtype=torch.bfloat16)
@@ -377,18 +279,71 @@ def test_store_kv_leaves_other_slots_alone(fast: CpuOps) -> None:
     assert kv.num_blocks == 4
 
 
-def test_kv_bytes_per_token_are_those_allocated(fast: CpuOps) -> None:
+@pytest.mark.parametrize("kv_format", KVFormat)
+def test_store_kv_writes_nothing_at_slot_minus_one(fast: CpuOps, kv_format: KVFormat) -> None:
+    generator = torch.Generator().manual_seed(10)
+    k, v = (bf16(generator, 5, 2, 20) for _ in range(2))
+    slots = torch.tensor([-1, 17, -1, 63, -1])
+    for ops in (fast, REFERENCE):
+        kv, same = (ops.allocate_kv(4, 16, 2, 20, kv_format) for _ in range(2))
+        ops.store_kv(k.to(ops.act_dtype), v.to(ops.act_dtype), kv, slots)
+        kept = slots >= 0
+        ops.store_kv(k[kept].to(ops.act_dtype), v[kept].to(ops.act_dtype), same, slots[kept])
+        assert block_bytes(ops, kv) == block_bytes(ops, same)
+
+
+def block_bytes(ops: Ops, kv: LayerKV) -> list[list[bytes]]:
+    buffers = [ops.kv_buffers(kv, block) for block in range(kv.num_blocks)]
+    return [[bytes(part) for part in parts] for parts in buffers if parts is not None]
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+def test_buffers_are_the_blocks_themselves(fast: CpuOps, kv_format: KVFormat) -> None:
+    generator = torch.Generator().manual_seed(11)
+    for ops in (fast, REFERENCE):
+        kv, other = (ops.allocate_kv(3, 16, 2, 20, kv_format) for _ in range(2))
+        k = bf16(generator, 48, 2, 20).to(ops.act_dtype)
+        ops.store_kv(k, -k, kv, torch.arange(48))
+        kept = block_bytes(ops, kv)
+        assert len(kept) == 3
+        assert len({bytes(part) for parts in kept for part in parts}) == 6
+        block_size = 16 * ops.kv_bytes_per_token(2, 20, kv_format)
+        for block, parts in enumerate(kept):
+            buffers = ops.kv_buffers(other, block)
+            assert buffers is not None
+            assert sum(buffer.nbytes for buffer in buffers) == block_size
+            for buffer, part in zip(buffers, parts, strict=True):
+                assert (buffer.format, buffer.ndim, buffer.readonly) == ("B", 1, False)
+                assert buffer.c_contiguous
+                buffer[:] = part
+        case = case_of([(1, 48)], 16, generator)
+        tables = torch.arange(3, dtype=torch.int32)[None]
+        batch = replace(case.batch, block_tables=tables)
+        q = bf16(generator, 1, 4, 20).to(ops.act_dtype)
+        assert torch.equal(ops.attend(q, kv, batch, 0.2), ops.attend(q, other, batch, 0.2))
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+def test_copying_a_block_changes_that_block_only(fast: CpuOps, kv_format: KVFormat) -> None:
+    generator = torch.Generator().manual_seed(12)
+    for ops in (fast, REFERENCE):
+        kv = ops.allocate_kv(4, 16, 2, 20, kv_format)
+        k = bf16(generator, 64, 2, 20).to(ops.act_dtype)
+        ops.store_kv(k, -k, kv, torch.arange(64))
+        before = block_bytes(ops, kv)
+        ops.copy_kv_block(kv, 2, 0)
+        assert block_bytes(ops, kv) == [before[2], *before[1:]]
+
+
+def test_kv_bytes_per_token_are_those_of_a_block(fast: CpuOps) -> None:
     for head_dim in (20, 64):
         for kv_format in KVFormat:
-            kv = fast.allocate_kv(3, 16, 2, head_dim, kv_format)
-            per_token = fast.kv_bytes_per_token(2, head_dim, kv_format)
-            assert kv.k.nbytes + kv.v.nbytes == 3 * 16 * per_token
-
-
-def test_the_reference_shares_its_definitions_with_its_formats() -> None:
-    kv = REFERENCE.allocate_kv(3, 16, 2, 20, KVFormat.BF16)
-    assert kv.num_blocks == 3
-    assert kv.k.nbytes + kv.v.nbytes == 3 * 16 * REFERENCE.kv_bytes_per_token(2, 20, KVFormat.BF16)
+            for ops in (fast, REFERENCE):
+                kv = ops.allocate_kv(3, 16, 2, head_dim, kv_format)
+                assert kv.num_blocks == 3
+                [*_, last] = block_bytes(ops, kv)
+                per_token = ops.kv_bytes_per_token(2, head_dim, kv_format)
+                assert sum(map(len, last)) == 16 * per_token
 
 
 def test_warm_up_runs_and_kernels_says_what_serves(fast: CpuOps) -> None:

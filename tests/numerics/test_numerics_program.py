@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,8 +26,14 @@ def ops() -> Iterator[CpuOps]:
 class Layer:
     """One layer in the shape of a model's, over KV of its own."""
 
-    def __init__(self, ops: CpuOps, weight_format: WeightFormat = WeightFormat.BF16) -> None:
+    def __init__(
+        self,
+        ops: CpuOps,
+        weight_format: WeightFormat = WeightFormat.BF16,
+        window_tokens: int | None = None,
+    ) -> None:
         self.ops = ops
+        self.window_tokens = window_tokens
         generator = torch.Generator().manual_seed(1)
 
         def packed(rows: int, columns: int) -> PackedLinear:
@@ -47,8 +54,9 @@ class Layer:
         parts = torch.split(ops.linear(ops.rms_norm(x, self.norm, 1e-5), self.qkv), sizes, dim=-1)
         q, k, v = (part.view(x.shape[0], -1, HEAD_DIM) for part in parts)
         ops.rotate(q, k, self.cos, self.sin, batch.positions)
-        ops.store_kv(k, v, self.kv[0], batch.slots)
-        attended = ops.attend(q, self.kv[0], batch, HEAD_DIM**-0.5)
+        slots = batch.slots if batch.global_slots is None else batch.global_slots
+        ops.store_kv(k, v, self.kv[0], slots)
+        attended = ops.attend(q, self.kv[0], batch, HEAD_DIM**-0.5, self.window_tokens)
         mixed = ops.linear(attended.view(x.shape[0], -1), self.out)
         return ops.add_rms_norm(mixed, x, self.norm, 1e-5)[0]
 
@@ -76,7 +84,11 @@ def decode_batch(contexts: list[int]) -> RaggedBatch:
 
 
 def check(layer: Layer, contexts: list[int], seed: int) -> None:
-    batch = decode_batch(contexts)
+    check_batch(layer, decode_batch(contexts), seed)
+
+
+def check_batch(layer: Layer, batch: RaggedBatch, seed: int) -> None:
+    contexts = batch.context_lens.tolist()
     x = torch.randn(len(contexts), HIDDEN, generator=torch.Generator().manual_seed(seed))
     x = x.to(torch.bfloat16)
     replayed = layer.ops.replay(layer.body, x.clone(), layer.kv, batch)
@@ -96,6 +108,41 @@ def test_contexts_that_grow_past_what_was_recorded_are_recorded_anew(ops: CpuOps
     layer = Layer(ops)
     for context in (1, 127, 128, 129, 255, 256, 257, 700, 2000, 130):
         check(layer, [context, max(1, context // 2)], seed=context)
+
+
+@pytest.mark.parametrize("window_tokens", [None, 16, 100, 512])
+def test_window_starts_and_replays_are_those_of_each_step(
+    ops: CpuOps, window_tokens: int | None
+) -> None:
+    layer = Layer(ops, window_tokens=window_tokens)
+    # What the slots of replayed tokens hold must come from earlier steps.
+    filled = torch.randn(NUM_BLOCKS * BLOCK_TOKENS, KV_HEADS, HEAD_DIM).to(torch.bfloat16)
+    ops.store_kv(filled, filled, layer.kv[0], torch.arange(NUM_BLOCKS * BLOCK_TOKENS))
+    for step in range(8):
+        contexts = [20 + step, 150 - step, 300 + 90 * step]
+        batch = decode_batch(contexts)
+        if step % 3:
+            batch = replace(
+                batch,
+                window_starts=torch.tensor([step, 100 + step, 200 + 85 * step], dtype=torch.int32),
+                global_slots=torch.where(torch.arange(3) == step % 4, -1, batch.slots),
+            )
+        check_batch(layer, batch, seed=step)
+
+
+def test_a_replayed_token_of_a_recorded_step_leaves_its_global_kv(ops: CpuOps) -> None:
+    layer = Layer(ops)
+    x = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
+    for step in range(3):
+        batch = decode_batch([30 + step, 40 + step])
+        batch = replace(batch, global_slots=torch.tensor([-1, int(batch.slots[1])]))
+        first, second = (int(slot) // BLOCK_TOKENS for slot in batch.slots)
+        before = [ops.kv_buffers(layer.kv[0], block) for block in (first, second)]
+        kept = [b"".join(parts) for parts in before if parts is not None]
+        ops.replay(layer.body, x.clone(), layer.kv, batch)
+        after = [b"".join(parts) for parts in before if parts is not None]
+        assert after[0] == kept[0]
+        assert after[1] != kept[1]
 
 
 def test_results_outlive_the_next_replay(ops: CpuOps) -> None:
