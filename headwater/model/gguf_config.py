@@ -21,9 +21,11 @@ from headwater.model.config import (
     longest_context_tokens,
 )
 from headwater.model.fields import Fields
+from headwater.model.gemma3_config import GGUF_ARCHITECTURE as GEMMA3
+from headwater.model.gemma3_config import gemma3_from_gguf
 from headwater.model.hf_config import yarn_magnitude
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", GEMMA3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,13 @@ def config_from_gguf(metadata: Mapping[str, object], facts: TensorFacts, where: 
         raise fields.refuse("split.count", "1; merge the parts with gguf-split --merge")
     if fields.values.get(f"{name}.expert_count", 0) != 0:
         raise fields.refuse(f"{name}.expert_count", "0 (dense)")
+    if name == GEMMA3:
+        return gemma3_from_gguf(
+            fields,
+            vocab_size=facts.vocab_size,
+            tied_head="output.weight" not in facts.names,
+            has_rope_divisors=facts.rope_divisors is not None,
+        )
 
     hidden_size = fields.positive_int(f"{name}.embedding_length")
     num_heads = fields.positive_int(f"{name}.attention.head_count")

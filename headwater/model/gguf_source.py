@@ -1,8 +1,8 @@
 """Tensors of a GGUF file under Hugging Face names, dequantised to float32.
 
-Undoes what conversion did to a checkpoint: names, and for the ``llama``
-architecture the order of query and key rows. Checks every tensor's type when
-the file is opened. Called by ``load``.
+Undoes what conversion did to a checkpoint: names, for the ``llama`` architecture
+the order of query and key rows, for ``gemma3`` the one added to its norms. Checks
+every tensor's type when the file is opened. Called by ``load``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from headwater.core.errors import ModelError
 from headwater.model.config import ModelConfig
+from headwater.model.gemma3_config import GGUF_ARCHITECTURE as GEMMA3
 from headwater.model.gguf_config import TensorFacts, config_from_gguf
 from headwater.model.gguf_header import GgufTensor, read_header
 from headwater.model.weights import TensorInfo
 
 ROPE_DIVISORS = "rope_freqs.weight"
-_SUPPORTED = tuple(
-    GGMLQuantizationType[name]
-    for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
-)
+_PLAIN = ("F32", "F16", "BF16")
+_QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+_SUPPORTED = tuple(GGMLQuantizationType[name] for name in (*_PLAIN, *_QUANTISED))
 # Stored bytes dequantised at a time: temporaries stay in the processor's cache.
 # Twice as fast as whole rows in the library's own groups, and as larger chunks;
 # a second thread gained nothing (two cores, most time in memory traffic).
@@ -53,6 +53,14 @@ _PER_LAYER: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Norms that an architecture has besides, or that have another place in it.
+_OWN_PER_LAYER: Mapping[str, Mapping[str, str]] = {
+    GEMMA3: {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+}
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -72,7 +80,7 @@ class GgufSource:
             header.metadata, self._facts(header.tensors), f"{path} metadata"
         )
         self._placed = {
-            _checkpoint_name(name): tensor
+            _checkpoint_name(name, self.config.architecture): tensor
             for name, tensor in header.tensors.items()
             if name != ROPE_DIVISORS
         }
@@ -89,6 +97,8 @@ class GgufSource:
 
     def read(self, name: str) -> Tensor:
         values = self._dequantised(self._placed[name])
+        if self.config.architecture == GEMMA3 and name.endswith("norm.weight"):
+            return values - 1.0
         num_heads = _num_interleaved_heads(name, self.config)
         return values if num_heads is None else _half_split(values, num_heads)
 
@@ -136,11 +146,12 @@ class GgufSource:
         return torch.from_numpy(values.reshape(tensor.shape))
 
 
-def _checkpoint_name(name: str) -> str:
+def _checkpoint_name(name: str, architecture: str) -> str:
     """The Hugging Face name of a GGUF tensor; names without one stay as they are."""
+    per_layer = {**_PER_LAYER, **_OWN_PER_LAYER.get(architecture, {})}
     match = _LAYER_NAME.fullmatch(name)
-    if match is not None and match[2] in _PER_LAYER:
-        return f"model.layers.{match[1]}.{_PER_LAYER[match[2]]}.{match[3]}"
+    if match is not None and match[2] in per_layer:
+        return f"model.layers.{match[1]}.{per_layer[match[2]]}.{match[3]}"
     stem, _, kind = name.rpartition(".")
     return f"{_WHOLE_MODEL[stem]}.{kind}" if stem in _WHOLE_MODEL else name
 

@@ -23,6 +23,9 @@ from headwater.model.config import (
     longest_context_tokens,
 )
 from headwater.model.fields import Fields
+from headwater.model.gemma3_config import HF_ARCHITECTURE as GEMMA3
+from headwater.model.gemma3_config import HF_WITH_IMAGES as GEMMA3_WITH_IMAGES
+from headwater.model.gemma3_config import gemma3_from_hf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,10 @@ def config_from_hf(values: Mapping[str, object], where: str) -> ModelConfig:
     Raises ModelError naming the field, its value and what is supported.
     """
     fields = Fields(values, where)
-    name, architecture = _architecture(fields)
+    name = _architecture(fields)
+    if name == GEMMA3:
+        return gemma3_from_hf(fields)
+    architecture = _ARCHITECTURES[name]
     _refuse_what_cannot_run(fields)
 
     hidden_size = fields.positive_int("hidden_size")
@@ -90,12 +96,17 @@ def config_from_hf(values: Mapping[str, object], where: str) -> ModelConfig:
     )
 
 
-def _architecture(fields: Fields) -> tuple[str, _Architecture]:
+def _architecture(fields: Fields) -> str:
+    """One of ``_ARCHITECTURES``, or Gemma 3's."""
+    known = [*_ARCHITECTURES, GEMMA3]
     named = fields.values.get("architectures")
     name = named[0] if isinstance(named, list) and len(named) == 1 else None
-    if not isinstance(name, str) or name not in _ARCHITECTURES:
-        raise fields.refuse("architectures", ", ".join(_ARCHITECTURES))
-    return name, _ARCHITECTURES[name]
+    if name == GEMMA3_WITH_IMAGES:
+        supported = f"{GEMMA3}, or a GGUF file of this model, which holds its text part alone"
+        raise fields.refuse("architectures", supported)
+    if not isinstance(name, str) or name not in known:
+        raise fields.refuse("architectures", ", ".join(known))
+    return name
 
 
 def _refuse_what_cannot_run(fields: Fields) -> None:

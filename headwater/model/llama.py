@@ -14,15 +14,15 @@ Knows shapes and order; every number is computed by ``Ops``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headwater.model.config import ModelConfig
 from headwater.model.family import CacheGroup, CacheKind
+from headwater.model.packing import WeightPacker, bytes_of, flops_of
 from headwater.model.rope import rotary_table
 from headwater.model.weights import ReadTensor
 from headwater.numerics.ops import LayerKV, Ops, PackedLinear, RaggedBatch, WeightFormat
@@ -94,9 +94,7 @@ class LlamaModel:
     def step_weights_bytes(self) -> int:
         linears = [linear for layer in self._layers for linear in layer.linears]
         norms = [norm for layer in self._layers for norm in layer.norms]
-        return sum(linear.weight_bytes for linear in [*linears, self._head]) + sum(
-            norm.nbytes for norm in [*norms, self._final_norm]
-        )
+        return bytes_of([*linears, self._head], [*norms, self._final_norm])
 
     @property
     def weights_bytes(self) -> int:
@@ -105,11 +103,7 @@ class LlamaModel:
 
     @property
     def flops_per_token(self) -> int:
-        return sum(
-            2 * linear.in_features * linear.out_features
-            for layer in self._layers
-            for linear in layer.linears
-        )
+        return flops_of(linear for layer in self._layers for linear in layer.linears)
 
     def forward(self, ids: Tensor, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         def layers(residual: Tensor, batch: RaggedBatch) -> Tensor:
@@ -195,60 +189,32 @@ class LlamaFamily:
     def build(
         self, config: ModelConfig, read: ReadTensor, ops: Ops, weight_format: WeightFormat
     ) -> LlamaModel:
-        def vector(name: str) -> Tensor:
-            # Small, and stored in float32 by most files: kept so.
-            return read(f"{name}.weight").to(ops.device, torch.float32)
-
-        def linear(*names: str, bias: bool) -> PackedLinear:
-            return ops.pack_linear(
-                _stacked(read, [f"{name}.weight" for name in names]),
-                _stacked(read, [f"{name}.bias" for name in names]) if bias else None,
-                weight_format,
-            )
-
-        # A table of its own is only looked up in: 8 bits would cost accuracy for no speed.
-        table_format = (
-            WeightFormat.BF16
-            if weight_format == WeightFormat.INT8 and not config.tied_head
-            else weight_format
-        )
-        embedding = ops.pack_linear(read(EMBEDDING), None, table_format)
+        weights = WeightPacker(read, ops, weight_format)
+        embedding = weights.table("model.embed_tokens", is_head=config.tied_head)
         layers = [
-            _layer(f"model.layers.{index}", config, vector, linear)
-            for index in range(config.num_layers)
+            _layer(f"model.layers.{index}", config, weights) for index in range(config.num_layers)
         ]
         return LlamaModel(
             config=config,
             ops=ops,
             embedding=embedding,
             layers=layers,
-            final_norm=vector("model.norm"),
-            head=embedding if config.tied_head else linear("lm_head", bias=False),
+            final_norm=weights.vector("model.norm"),
+            head=embedding if config.tied_head else weights.linear("lm_head"),
         )
 
 
-class _PackLinear(Protocol):
-    def __call__(self, *names: str, bias: bool) -> PackedLinear: ...
-
-
-def _layer(
-    name: str, config: ModelConfig, vector: Callable[[str], Tensor], linear: _PackLinear
-) -> LlamaLayer:
+def _layer(name: str, config: ModelConfig, weights: WeightPacker) -> LlamaLayer:
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
     return LlamaLayer(
-        input_norm=vector(f"{name}.input_layernorm"),
-        qkv=linear(*(f"{attention}.{part}_proj" for part in ("q", "k", "v")), bias=config.qkv_bias),
-        q_norm=vector(f"{attention}.q_norm") if config.qk_norm else None,
-        k_norm=vector(f"{attention}.k_norm") if config.qk_norm else None,
-        output=linear(f"{attention}.o_proj", bias=config.output_bias),
-        mlp_norm=vector(f"{name}.post_attention_layernorm"),
-        gate_up=linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=config.mlp_bias),
-        down=linear(f"{mlp}.down_proj", bias=config.mlp_bias),
+        input_norm=weights.vector(f"{name}.input_layernorm"),
+        qkv=weights.linear(
+            *(f"{attention}.{part}_proj" for part in ("q", "k", "v")), bias=config.qkv_bias
+        ),
+        q_norm=weights.vector(f"{attention}.q_norm") if config.qk_norm else None,
+        k_norm=weights.vector(f"{attention}.k_norm") if config.qk_norm else None,
+        output=weights.linear(f"{attention}.o_proj", bias=config.output_bias),
+        mlp_norm=weights.vector(f"{name}.post_attention_layernorm"),
+        gate_up=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=config.mlp_bias),
+        down=weights.linear(f"{mlp}.down_proj", bias=config.mlp_bias),
     )
-
-
-def _stacked(read: ReadTensor, names: Sequence[str]) -> Tensor:
-    """Tensors of equal input size, one under the other."""
-    if len(names) == 1:
-        return read(names[0])
-    return torch.cat([read(name) for name in names])

@@ -13,12 +13,19 @@ from pathlib import Path
 
 from headwater.core.errors import ModelError
 from headwater.core.tokenizer_source import TokenizerSource
-from headwater.model.catalogue import FolderLocation, GgufLocation, ModelLocation, ToyLocation
+from headwater.model.catalogue import (
+    FolderLocation,
+    GgufLocation,
+    ModelLocation,
+    ToyLocation,
+)
 from headwater.model.config import ModelConfig
 from headwater.model.family import Family, Model
 from headwater.model.fingerprint import FingerprintingReader
+from headwater.model.gemma3 import Gemma3Family
 from headwater.model.gguf_source import GgufSource
 from headwater.model.hf_config import config_from_hf
+from headwater.model.joined_file import PartsLocation, joined_file
 from headwater.model.llama import LlamaFamily
 from headwater.model.safetensors_source import SafetensorsSource
 from headwater.model.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
@@ -26,7 +33,7 @@ from headwater.model.toy_source import ToySource, toy_tokenizer
 from headwater.model.weights import TensorSource, check_tensors
 from headwater.numerics.ops import Ops, WeightFormat
 
-FAMILIES: Mapping[str, Family] = {"llama": LlamaFamily()}
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (LlamaFamily(), Gemma3Family())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +96,8 @@ def open_model(location: ModelLocation, *, context_tokens: int | None = None) ->
             opened = _open_folder(path, model_id)
         case GgufLocation(path=path, model_id=model_id):
             opened = _open_gguf(path, model_id)
+        case PartsLocation(model_id=model_id):
+            opened = _open_gguf(joined_file(location), model_id)
         case ToyLocation():
             opened = _open_toy(location)
     try:
@@ -138,7 +147,7 @@ def _open_toy(location: ToyLocation) -> OpenedModel:
         model_id=location.model_id,
         config=config,
         tokenizer_source=toy_tokenizer(location.model_id),
-        source=ToySource(location.options.seed, shapes),
+        source=ToySource(location.options, shapes),
     )
 
 

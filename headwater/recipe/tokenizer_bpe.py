@@ -23,7 +23,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tokenizers import AddedToken as LibraryToken
 from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers.models import BPE
 
 from headwater.core.errors import ModelError
 from headwater.core.tokenizer_source import TokenizerSource
@@ -42,8 +44,8 @@ _SEAL = "\U0010ffff"  # a noncharacter: valid in Unicode strings, never assigned
 _NAMES_START = 0xF0000  # plane 15 is private use: _SEAL + chr(_NAMES_START + k) names control k
 _MAX_CONTROLS = 0xFFFE
 _BREAK = _SEAL + "\U00100000"
-# Marks of reasoning, also for models whose format is not a chat template.
-_MARKS = frozenset({"<think>", "</think>"})
+# Marks of reasoning and of images, also for models whose format is not a chat template.
+_MARKS = frozenset({"<think>", "</think>", "<start_of_image>", "<end_of_image>"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,18 +244,50 @@ def _seal(spec: TokenizerJson, chat_template: str) -> _Sealed:
     spec["decoder"] = None  # decoding is ours, from token_bytes_table
     spec.setdefault("normalizer", None)
     spec.setdefault("pre_tokenizer", None)
-    model.setdefault("type", "BPE")
-    try:
-        tokenizer = LibraryTokenizer.from_str(json.dumps(spec, ensure_ascii=False))
-    except Exception as error:  # the library raises bare Exception for any malformed field
-        raise ModelError(f"the tokenizer cannot be built: {error}") from error
     return _Sealed(
-        tokenizer=tokenizer,
+        tokenizer=_build(spec),
         names=names,
         ids=ids,
         hidden_ids=frozenset(hidden),
         break_id=break_id,
     )
+
+
+def _build(spec: TokenizerJson) -> LibraryTokenizer:
+    """The library's tokenizer of ``spec``; raises ModelError for what it does not take."""
+    # Vocabulary and merges, up to 10^6 entries, are handed over as they are: as JSON,
+    # which carries the rest, they take the library and us three times as long.
+    model = spec["model"]
+    rest = {**spec, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    options = {
+        name: value
+        for name, value in model.items()
+        if name not in ("type", "vocab", "merges") and value is not None
+    }
+    try:
+        tokenizer = LibraryTokenizer.from_str(json.dumps(rest, ensure_ascii=False))
+        tokenizer.model = BPE(model["vocab"], [_pair(m) for m in model["merges"]], **options)
+        tokenizer.add_tokens([_library_token(token) for token in spec["added_tokens"]])
+    except Exception as error:  # the library raises bare Exception for any malformed field
+        raise ModelError(f"the tokenizer cannot be built: {error}") from error
+    return tokenizer
+
+
+def _library_token(token: AddedToken) -> LibraryToken:
+    """Its id is that of its content in the vocabulary."""
+    return LibraryToken(
+        token["content"],
+        single_word=token.get("single_word", False),
+        lstrip=token.get("lstrip", False),
+        rstrip=token.get("rstrip", False),
+        normalized=token.get("normalized", False),
+        special=token.get("special", False),
+    )
+
+
+def _pair(merge: str | Sequence[str]) -> tuple[str, str]:
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left, right
 
 
 def _forget(model: BpeModel, literals: set[str]) -> None:
@@ -264,9 +298,8 @@ def _forget(model: BpeModel, literals: set[str]) -> None:
         model["unk_token"] = None
     if not gone:
         return
-    kept: list[list[str]] = []
-    for merge in model["merges"]:
-        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-        if left not in gone and right not in gone and left + right not in gone:
-            kept.append([left, right])
-    model["merges"] = kept
+    model["merges"] = [
+        [left, right]
+        for left, right in map(_pair, model["merges"])
+        if left not in gone and right not in gone and left + right not in gone
+    ]

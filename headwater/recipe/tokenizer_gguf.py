@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from itertools import groupby
 from typing import cast
 
 from headwater.core.errors import ModelError
@@ -107,6 +108,7 @@ def _byte_level(metadata: Mapping[str, object]) -> TokenizerJson:
         merges=_strings(metadata, "tokenizer.ggml.merges"),
         byte_fallback=False,
         whole_words_first=pre in _WHOLE_WORDS_FIRST,
+        finds_spelt_spaces=False,
         normalizer={"type": "NFC"} if pre in _COMPOSED_UNICODE else None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         decoder=byte_level,
@@ -119,7 +121,8 @@ def _sentence_piece(metadata: Mapping[str, object]) -> TokenizerJson:
     if not isinstance(scores, list | tuple) or len(scores) != len(tokens):
         raise ModelError("tokenizer.ggml.scores must have one number per token")
     spaces: list[Json] = []
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    if has_prefix:
         spaces.append({"type": "Prepend", "prepend": _SPACE})
     spaces.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
     return _assemble(
@@ -128,6 +131,9 @@ def _sentence_piece(metadata: Mapping[str, object]) -> TokenizerJson:
         merges=_merges_by_score(tokens, types, cast("list[float]", scores)),
         byte_fallback=True,
         whole_words_first=False,
+        # A typed U+2581 means a space, so it is part of a run of spaces too. Not with a
+        # prefix, which the library would put before the run that it looks for.
+        finds_spelt_spaces=not has_prefix,
         normalizer={"type": "Sequence", "normalizers": spaces},
         pre_tokenizer=None,
         decoder={"type": "ByteFallback"},
@@ -142,14 +148,20 @@ def _merges_by_score(tokens: list[str], types: list[int], scores: list[float]) -
     mergeable = {
         token: index for index, token in enumerate(tokens) if types[index] == TokenType.NORMAL
     }
-    ranked: list[tuple[float, int, int, str, str]] = []
-    for token, index in mergeable.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in mergeable and right in mergeable:
-                ranked.append((-scores[index], mergeable[left], mergeable[right], left, right))
-    ranked.sort()
-    return [[left, right] for _, _, _, left, right in ranked]
+    ranked: list[list[str]] = []
+    by_score = sorted(mergeable.values(), key=scores.__getitem__, reverse=True)
+    for _, equals in groupby(by_score, key=scores.__getitem__):
+        pairs: list[tuple[int, int]] = []
+        for index in equals:
+            token = tokens[index]
+            for cut in range(1, len(token)):
+                left = mergeable.get(token[:cut])
+                right = mergeable.get(token[cut:])
+                if left is not None and right is not None:
+                    pairs.append((left, right))
+        pairs.sort()
+        ranked += [[tokens[left], tokens[right]] for left, right in pairs]
+    return ranked
 
 
 def _assemble(
@@ -159,6 +171,7 @@ def _assemble(
     merges: list[str] | list[list[str]],
     byte_fallback: bool,
     whole_words_first: bool,
+    finds_spelt_spaces: bool,
     normalizer: Json,
     pre_tokenizer: Json,
     decoder: Json,
@@ -168,7 +181,15 @@ def _assemble(
         if token_type in (TokenType.CONTROL, TokenType.UNKNOWN):
             added.append(added_token(token_id, tokens[token_id], special=True))
         elif token_type == TokenType.USER_DEFINED:
-            added.append(added_token(token_id, tokens[token_id], special=False))
+            is_spaces = not tokens[token_id].strip(" ")
+            added.append(
+                added_token(
+                    token_id,
+                    tokens[token_id],
+                    special=False,
+                    normalized=is_spaces and finds_spelt_spaces,
+                )
+            )
     model = BpeModel(
         type="BPE",
         vocab={token: token_id for token_id, token in enumerate(tokens)},

@@ -50,15 +50,18 @@ class TokenizerJson(TypedDict, total=False):
     model: BpeModel
 
 
-def added_token(token_id: int, content: str, *, special: bool) -> AddedToken:
-    """An added token that is matched exactly where it stands."""
+def added_token(
+    token_id: int, content: str, *, special: bool, normalized: bool = False
+) -> AddedToken:
+    """An added token that is matched exactly where it stands, in the text as it came or,
+    with ``normalized``, as the normalizer leaves it."""
     return AddedToken(
         id=token_id,
         content=content,
         single_word=False,
         lstrip=False,
         rstrip=False,
-        normalized=False,
+        normalized=normalized,
         special=special,
     )
 

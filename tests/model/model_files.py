@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwater.model.config import ModelConfig
 from headwater.model.hf_config import config_from_hf
-from headwater.model.llama import LlamaFamily
+from headwater.model.load import FAMILIES
 
 LLAMA: Mapping[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,16 +36,46 @@ LLAMA: Mapping[str, object] = {
 }
 
 
+GEMMA3: Mapping[str, object] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window": 8,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
+
+
 def llama_values(**changes: object) -> dict[str, object]:
     """A config.json; a change to None removes the field."""
     return {name: v for name, v in {**LLAMA, **changes}.items() if v is not None}
 
 
+def gemma3_values(**changes: object) -> dict[str, object]:
+    """A config.json; a change to None removes the field."""
+    return {name: v for name, v in {**GEMMA3, **changes}.items() if v is not None}
+
+
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
+    # gemma3's checkpoints store how far a norm's weight is from one.
+    norm_mean = 0.0 if config.family == "gemma3" else 1.0
     return {
-        name: torch.randn(shape, generator=generator) * 0.2 + (name.endswith("norm.weight"))
-        for name, shape in LlamaFamily().expected_tensors(config).items()
+        name: torch.randn(shape, generator=generator) * 0.2
+        + norm_mean * name.endswith("norm.weight")
+        for name, shape in FAMILIES[config.family].expected_tensors(config).items()
     }
 
 
@@ -86,7 +116,8 @@ def interleaved(rows: Tensor, num_heads: int) -> Tensor:
 def gguf_name(name: str, config: ModelConfig) -> str:
     """The GGUF name of a Hugging Face tensor, by the package's own table."""
     # Qwen3's table: those of the others and the names of its norms.
-    table = get_tensor_name_map(MODEL_ARCH.QWEN3, config.num_layers)
+    architecture = MODEL_ARCH.GEMMA3 if config.family == "gemma3" else MODEL_ARCH.QWEN3
+    table = get_tensor_name_map(architecture, config.num_layers)
     found = table.get_name(name, try_suffixes=(".weight", ".bias"))
     assert isinstance(found, str)
     return found
@@ -118,6 +149,8 @@ def write_gguf(
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_eps)
     writer.add_rope_freq_base(config.rope_theta)
+    if config.window is not None:
+        writer.add_sliding_window(config.window.window_tokens)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"token{i}" for i in range(config.vocab_size - 1)] + ["<|im_end|>"])
     writer.add_token_types([1] * (config.vocab_size - 1) + [3])
@@ -137,6 +170,8 @@ def write_gguf(
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
             tensor = interleaved(tensor, heads)
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            tensor = tensor + 1.0
         values = tensor.float().numpy()
         if values.ndim == 1:
             writer.add_tensor(gguf_name(name, config), values)

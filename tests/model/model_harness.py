@@ -29,7 +29,7 @@ class SideBySide:
         self._model = model
         num_blocks = -(-max_tokens // BLOCK_TOKENS)
         self._tables = torch.arange(num_sequences * num_blocks).view(num_sequences, num_blocks)
-        self._kv: list[LayerKV] = [
+        self.kv: list[LayerKV] = [
             ops.allocate_kv(
                 num_sequences * num_blocks,
                 BLOCK_TOKENS,
@@ -44,6 +44,10 @@ class SideBySide:
 
     def feed(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Logits after each token of each row, float32 [tokens of all rows, V]."""
+        return self._model.logits(self.run(rows))
+
+    def run(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Hidden states after each token of each row, [tokens of all rows, H]."""
         lengths = torch.tensor([len(row) for row in rows])
         starts = torch.tensor(self._num_tokens)
         positions = torch.cat(
@@ -63,7 +67,7 @@ class SideBySide:
             max_context=int(context_lens.max()),
         )
         ids = torch.tensor([token for row in rows for token in row])
-        return self._model.logits(self._model.forward(ids, batch, self._kv))
+        return self._model.forward(ids, batch, self.kv)
 
 
 def all_logits(model: Model, ops: Ops, tokens: Sequence[int], chunk: int | None = None) -> Tensor:
@@ -79,7 +83,7 @@ def greedy(
     """``num_tokens`` highest-logit tokens after each prompt, all in one ragged batch."""
     side = SideBySide(model, ops, len(prompts), max(map(len, prompts)) + num_tokens)
     ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
-    chosen = [side.feed(prompts)[ends].argmax(-1)]
+    chosen = [model.logits(side.run(prompts)[ends]).argmax(-1)]
     while len(chosen) < num_tokens:
         chosen.append(side.feed(chosen[-1][:, None].tolist()).argmax(-1))
     return torch.stack(chosen, dim=1).tolist()

