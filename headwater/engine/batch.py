@@ -13,6 +13,12 @@ table is (9, 3), and a decode step at [6, 7) of sequence b with (5, 7):
     positions      2 3 4 | 6
     slots          9*4+2 9*4+3 3*4+0 | 7*4+2
 
+For a model with window layers, if a's first token is a replay and its window KV
+begins at 2:
+
+    window_starts  2, 0
+    global_slots   -1 9*4+3 3*4+0 | 7*4+2
+
 Arrays are built with numpy and handed to torch one by one: at 64 rows a step
 has room for about 0.3 ms of this, and small torch ops cost several times numpy's.
 """
@@ -53,13 +59,17 @@ class BatchBuilder:
         context_tokens: int,
         vocab_size: int,
         device: torch.device,
+        has_windows: bool = False,
     ) -> None:
+        """``has_windows``: the model has layers with a window."""
         self._block_tokens = block_tokens
         self._context_tokens = context_tokens
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
         self._device = device
+        self._has_windows = has_windows
         self._tables: dict[SequenceId, _Table] = {}
+        self.highest_block = -1  # ever seen in a block table
 
     def build(self, plan: StepPlan) -> StepTensors:
         """Raises EngineFault where the plan does not fit the model or the KV: a kernel
@@ -91,6 +101,12 @@ class BatchBuilder:
         positions += np.repeat(starts - row_starts[:-1], lens)
         blocks = tables[row_of_token, positions // self._block_tokens].astype(np.int64)
         slots = blocks * self._block_tokens + positions % self._block_tokens
+        window_starts = global_slots = None
+        if self._has_windows:
+            window_starts, replay_ends = _windows(rows, starts, lens)
+            global_slots = np.where(positions < np.repeat(replay_ends, lens), -1, slots)
+        elif any(row.window_start or row.num_replayed for row in rows):
+            raise EngineFault("a row has a window or a replay, but no layer has a window")
         return StepTensors(
             ids=self._tensor(ids),
             batch=RaggedBatch(
@@ -101,6 +117,8 @@ class BatchBuilder:
                 slots=self._tensor(slots),
                 max_row_tokens=int(lens.max()),
                 max_context=max_context,
+                window_starts=None if window_starts is None else self._tensor(window_starts),
+                global_slots=None if global_slots is None else self._tensor(global_slots),
             ),
         )
 
@@ -133,11 +151,25 @@ class BatchBuilder:
                 f"sequence {row.sequence_id}: block ids [{array.min()}, {array.max()}] are "
                 f"outside the {self._num_blocks} blocks of the KV"
             )
+        self.highest_block = max(self.highest_block, int(array.max(initial=-1)))
         return array
 
     def _tensor(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
+
+def _windows(
+    rows: tuple[StepRow, ...], starts: NDArray[np.int32], lens: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Each row's ``window_start``, and the position at which its replay ends."""
+    window_starts = np.array([row.window_start for row in rows], np.int32)
+    num_replayed = np.array([row.num_replayed for row in rows], np.int32)
+    if window_starts.min() < 0 or (window_starts > starts).any():
+        raise EngineFault("a row's window KV begins before position 0 or after the row does")
+    if num_replayed.min() < 0 or (num_replayed > lens).any():
+        raise EngineFault("a row replays fewer than none or more than all of its tokens")
+    return window_starts, starts + num_replayed
 
 
 @dataclass(frozen=True, slots=True)

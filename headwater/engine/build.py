@@ -11,14 +11,18 @@ import logging
 from headwater.core.errors import ConfigError
 from headwater.core.ports import Clock
 from headwater.core.request import ModelInfo
-from headwater.engine.kv_cache import allocate_kv, kv_bytes_per_token
+from headwater.engine.kv_cache import allocate_kv, kv_bytes_per_token, window_tokens
 from headwater.engine.kv_plan import KVLimits, plan_kv
 from headwater.engine.memory import available_bytes
+from headwater.engine.page_ahead import PagesAhead
 from headwater.engine.runner import ModelEngine
 from headwater.model.load import LoadedModel
 from headwater.numerics.ops import KVFormat, Ops, WeightFormat
 
 log = logging.getLogger("headwater.engine")
+
+# Memory for so many more tokens is asked for ahead of use: a long prompt's.
+AHEAD_TOKENS = 4096
 
 
 def build_engine(
@@ -67,5 +71,11 @@ def build_engine(
         numerics=ops.name,
         device=str(ops.device),
         kernels=ops.kernels(),
+        window_tokens=window_tokens(cache_plan),
+        layout=kv.layout,
     )
-    return ModelEngine(model=loaded.model, kv=kv, info=info, device=ops.device, clock=clock)
+    pages = PagesAhead(ops, kv, AHEAD_TOKENS // plan.block_tokens)
+    pages.reach(-1)  # beside what a start has still to do
+    return ModelEngine(
+        model=loaded.model, kv=kv, info=info, device=ops.device, clock=clock, pages=pages
+    )

@@ -35,6 +35,12 @@ def kv_bytes_per_token(ops: Ops, cache_plan: Sequence[CacheGroup], kv_format: KV
     )
 
 
+def window_tokens(cache_plan: Sequence[CacheGroup]) -> int | None:
+    """How far back the layers with a window see, the furthest; None without such layers."""
+    windows = [group.window_tokens for group in cache_plan if group.window_tokens is not None]
+    return max(windows, default=None)
+
+
 def allocate_kv(
     ops: Ops, plan: KVPlan, cache_plan: Sequence[CacheGroup], kv_format: KVFormat
 ) -> KVCache:
@@ -64,9 +70,11 @@ def kv_layout(
 
     ``ops_name`` is part of it: a block's inner order belongs to the kernels.
     Three global layers with two heads of 16: ``kv1/reference/fp32/block32/global:3x2x16``.
+    Layers that see 512 tokens are ``window512:3x2x16``.
     """
     groups = "+".join(
-        f"{group.kind}:{len(group.layers)}x{group.num_kv_heads}x{group.head_dim}"
+        f"{group.kind}{group.window_tokens or ''}:"
+        f"{len(group.layers)}x{group.num_kv_heads}x{group.head_dim}"
         for group in cache_plan
     )
     return f"kv{KV_LAYOUT_VERSION}/{ops_name}/{kv_format}/block{block_tokens}/{groups}"

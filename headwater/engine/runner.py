@@ -22,7 +22,8 @@ from headwater.core.ports import Clock
 from headwater.core.request import ModelInfo, SampledToken
 from headwater.core.step import RowResult, StepPlan, StepResult, StepRow
 from headwater.engine.batch import BatchBuilder
-from headwater.engine.kv_cache import KVCache
+from headwater.engine.kv_cache import KVCache, window_tokens
+from headwater.engine.page_ahead import PagesAhead
 from headwater.engine.sampler import Sampler
 from headwater.model.family import Model
 
@@ -47,9 +48,12 @@ class ModelEngine:
         info: ModelInfo,
         device: torch.device,
         clock: Clock,
+        pages: PagesAhead | None = None,
         max_logits_bytes: int = DEFAULT_LOGITS_BYTES,
     ) -> None:
+        """``pages`` is told which blocks are in use."""
         self._model = model
+        self._pages = pages
         self._kv = kv
         self._info = info
         self._device = device
@@ -61,12 +65,18 @@ class ModelEngine:
             vocab_size=info.vocab_size,
             context_tokens=info.context_tokens,
             device=device,
+            has_windows=window_tokens(model.cache_plan) is not None,
         )
         self._max_logit_rows = max(1, max_logits_bytes // (4 * info.vocab_size))
 
     @property
     def info(self) -> ModelInfo:
         return self._info
+
+    @property
+    def kv(self) -> KVCache:
+        """What the engine reads and writes, for ``block_memory``."""
+        return self._kv
 
     @property
     def layout(self) -> str:
@@ -96,6 +106,8 @@ class ModelEngine:
         step = self._batches.build(plan)
         hidden = self._model.forward(step.ids, step.batch, self._kv.layers)
         timer.forward_done()
+        if self._pages is not None:
+            self._pages.reach(self._batches.highest_block)
 
         tokens = iter(self._sample(plan.rows, hidden, timer))
         results = []

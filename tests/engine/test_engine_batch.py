@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,13 +17,14 @@ from headwater.engine.batch import BatchBuilder
 BLOCK_TOKENS = 4
 
 
-def builder(num_blocks: int = 200) -> BatchBuilder:
+def builder(num_blocks: int = 200, *, has_windows: bool = False) -> BatchBuilder:
     return BatchBuilder(
         block_tokens=BLOCK_TOKENS,
         num_blocks=num_blocks,
         context_tokens=100,
         vocab_size=50,
         device=torch.device("cpu"),
+        has_windows=has_windows,
     )
 
 
@@ -75,6 +78,46 @@ def test_tensors_are_what_a_loop_over_tokens_gives(steps: list[StepPlan]) -> Non
         assert batch.block_tables.tolist() == tables
         assert batch.max_row_tokens == max(len(r.tokens) for r in plan.rows)
         assert batch.max_context == max(r.end for r in plan.rows)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(plans(), st.data())
+def test_windows_and_replays_are_what_a_loop_over_tokens_gives(
+    plan: StepPlan, data: st.DataObject
+) -> None:
+    rows = tuple(
+        replace(
+            r,
+            window_start=data.draw(st.integers(0, r.start)),
+            num_replayed=data.draw(st.integers(0, len(r.tokens))),
+        )
+        for r in plan.rows
+    )
+    built = builder(has_windows=True).build(StepPlan(rows)).batch
+    plain = builder().build(plan).batch
+    assert plain.window_starts is None
+    assert plain.global_slots is None
+    assert built.window_starts is not None
+    assert built.global_slots is not None
+    assert built.window_starts.dtype == torch.int32
+    assert built.window_starts.tolist() == [r.window_start for r in rows]
+    slots = iter(plain.slots.tolist())
+    expected = []
+    for r in rows:
+        for i in range(len(r.tokens)):
+            slot = next(slots)
+            expected.append(-1 if i < r.num_replayed else slot)
+    assert built.global_slots.dtype == torch.int64
+    assert built.global_slots.tolist() == expected
+    assert built.slots.tolist() == plain.slots.tolist()
+
+
+@pytest.mark.parametrize("change", [(1, 0), (0, 1)])
+def test_a_window_or_a_replay_without_window_layers_is_a_fault(change: tuple[int, int]) -> None:
+    window_start, num_replayed = change
+    bad = replace(row(1, 2, (1,), (3,)), window_start=window_start, num_replayed=num_replayed)
+    with pytest.raises(EngineFault, match="no layer has a window"):
+        builder().build(StepPlan((row(0, 0, (1,), (4,)), bad)))
 
 
 def test_dtypes_are_the_kernel_ports() -> None:

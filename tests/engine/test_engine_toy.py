@@ -180,6 +180,8 @@ def test_the_info_says_what_is_served(loaded: LoadedModel) -> None:
     assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4  # layers, k and v, heads, head size, fp32
     assert info.weights_format == "fp32"
     assert info.kernels
+    assert info.layout == engine(loaded).layout
+    assert info.window_tokens is None
 
 
 def test_d06_the_layout_names_kernels_format_block_size_and_shape(loaded: LoadedModel) -> None:
