@@ -8,14 +8,14 @@ is only looked at by ``choose``, never changed by it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 
 from headwater.core.blocks import BlockId
 
 
 class EvictionOrder:
-    """Evictable blocks, first to go first. Every operation is O(1) per block.
+    """Idle blocks, first to go first. Every operation is O(1) per block.
 
     >>> order = EvictionOrder()
     >>> order.retire([BlockId(1), BlockId(2), BlockId(3)])  # a chain, head to tail
@@ -25,6 +25,8 @@ class EvictionOrder:
     >>> order.retire([BlockId(1)])  # the head was used again
     >>> order.choose(4)
     (3, 2, 7, 1)
+    >>> order.choose(2, skipped={BlockId(3)})  # it is pinned: it keeps its place
+    (2, 7)
     """
 
     def __init__(self) -> None:
@@ -32,6 +34,9 @@ class EvictionOrder:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __contains__(self, block: BlockId) -> bool:
+        return block in self._blocks
 
     def __iter__(self) -> Iterator[BlockId]:
         return iter(self._blocks)
@@ -51,6 +56,9 @@ class EvictionOrder:
         for block in blocks:
             self._blocks.pop(block, None)
 
-    def choose(self, num_blocks: int) -> tuple[BlockId, ...]:
-        """The next ``num_blocks`` victims (fewer if there are fewer), first to go first."""
-        return tuple(islice(self._blocks, num_blocks))
+    def choose(
+        self, num_blocks: int, skipped: Container[BlockId] = frozenset()
+    ) -> tuple[BlockId, ...]:
+        """The next ``num_blocks`` victims (fewer if there are fewer), first to go first.
+        O(num_blocks + skipped)."""
+        return tuple(islice((b for b in self._blocks if b not in skipped), num_blocks))

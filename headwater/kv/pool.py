@@ -25,14 +25,14 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """In the block tables of ``refcount`` sequences, never evicted."""
+    """Used ``refcount`` times, by block tables, loads and pins; never evicted."""
 
     refcount: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """In no table, but holds a reusable prefix: free for who needs the space."""
+    """Used by nobody, but holds a reusable prefix: free for who needs the space."""
 
 
 BlockState = Free | Held | Cached
