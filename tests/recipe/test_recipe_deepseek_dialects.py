@@ -125,7 +125,7 @@ def our_ids(kind: str, version: DeepseekVersion, body: Body) -> list[int]:
     data = json.dumps({"model": "m", **body}).encode()
     call = dialect.parse(data, CallFacts(call_id="0", created_s=0, info=info))
     (prompt,) = call.ask.prompts
-    return list(prompt)
+    return list(prompt.tokens)
 
 
 @pytest.mark.parametrize("version", BOTH)
