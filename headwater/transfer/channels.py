@@ -4,13 +4,17 @@ Two carriers behind the ports of ``core.ports``: sockets between processes, and
 queues between a thread and an event loop. One pair of endpoints serves one
 life of one worker, so no message of a dead worker can reach its successor.
 
-High-water marks are off: a dropped message would be a lost token. What is in
-flight is bounded by admission (``router``) and by one message per step.
+Every queue is bounded and nothing is dropped: a dropped message would be a lost token.
+Admission (``router``) and one message per step keep what is in flight far below the bound;
+a front that finds a queue full gives the worker up, a worker waits. A worker's process on
+this machine is watched by whoever started it; one that joins over a network is the business
+of ``joining``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -21,8 +25,10 @@ from headwater.core.control import FromWorker, Stop, ToWorker
 from headwater.core.errors import WorkerLost
 from headwater.transfer.wire import WireError, decode_from_worker, decode_to_worker, encode
 
+MAX_QUEUED = 2**16  # messages in each direction
 
-class _Inbox:
+
+class Inbox:
     """What has arrived from a worker, and whether it is lost. What has arrived comes first:
     the last step of a dying worker still counts."""
 
@@ -33,6 +39,8 @@ class _Inbox:
         lost.add_done_callback(lambda _: self._wake.set())
 
     def put(self, message: FromWorker) -> None:
+        if len(self._arrived) >= MAX_QUEUED and not self.lost.done():
+            self.lost.set_result(f"{MAX_QUEUED} messages of the worker were not read")
         self._arrived.append(message)
         self._wake.set()
 
@@ -52,8 +60,6 @@ class SocketWorkerPort:
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
         # The last words of a worker that ends (a failed load, say) still leave.
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(endpoint)
@@ -89,37 +95,44 @@ class SocketWorkerChannel:
     ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(endpoint)
-        self._inbox = _Inbox(lost)
+        self._inbox = Inbox(lost)
+        self._outbox: deque[bytes] = deque()  # what the socket does not take yet
         self._end_worker = end_worker
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._drain)
 
     def _drain(self) -> None:
-        """Take every message that is there. The descriptor only tells of changes, so nothing
-        may be left behind, and any other call on the socket must be followed by this."""
-        while not self._closed:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._inbox.put(decode_from_worker(frame))
-            except WireError as error:
-                # A worker of another kind or version: nothing more from it can be believed.
-                if not self._inbox.lost.done():
-                    self._inbox.lost.set_result(str(error))
-                return
+        """Send what waits, and take every message that is there. The descriptor only tells of
+        changes, and any call on the socket may use one up: so until nothing is left to do."""
+        events = zmq.POLLIN
+        while events and not self._closed:
+            with contextlib.suppress(zmq.Again):
+                while self._outbox:
+                    self._socket.send(self._outbox[0], zmq.NOBLOCK)
+                    self._outbox.popleft()
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._take(self._socket.recv(zmq.NOBLOCK))
+            wanted = zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0)
+            events = int(self._socket.getsockopt(zmq.EVENTS)) & wanted
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            self._inbox.put(decode_from_worker(frame))
+        except WireError as error:
+            # A worker of another kind or version: nothing more from it can be believed.
+            if not self._inbox.lost.done():
+                self._inbox.lost.set_result(str(error))
 
     async def send(self, message: ToWorker) -> None:
         if self._inbox.lost.done() or self._closed:
             raise WorkerLost("the worker is gone")
-        # No high-water mark, so this never blocks.
-        self._socket.send(encode(message))
+        if len(self._outbox) >= MAX_QUEUED:
+            raise WorkerLost("the worker does not take its messages")
+        self._outbox.append(encode(message))
         self._drain()
 
     def messages(self) -> AsyncIterator[FromWorker]:
@@ -130,6 +143,10 @@ class SocketWorkerChannel:
             return
         self._closed = True
         self._loop.remove_reader(self._socket.fileno())
+        # So that a worker that is idle need not find out by itself. One that is gone has
+        # no more room for it.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(encode(Stop()), zmq.NOBLOCK)
         await self._end_worker()
         self._socket.close()
         self._context.term()
@@ -177,7 +194,7 @@ class ThreadWorkerChannel:
         end_worker: Callable[[], Awaitable[None]],
     ) -> None:
         self._port = port
-        self._inbox = inbox = _Inbox(lost)
+        self._inbox = inbox = Inbox(lost)
         self._end_worker = end_worker
         self._closed = False
         loop = asyncio.get_running_loop()

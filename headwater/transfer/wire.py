@@ -20,6 +20,8 @@ _TO_WORKER: dict[int, type[Submit] | type[Abort] | type[Stop]] = {1: Submit, 2: 
 _FROM_WORKER: dict[int, type[Hello] | type[StepDone]] = {65: Hello, 66: StepDone}
 _KINDS: dict[type, int] = {t: kind for kind, t in (_TO_WORKER | _FROM_WORKER).items()}
 
+HELLO_KIND = bytes((_KINDS[Hello],))  # a Hello's first byte
+
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {kind: msgspec.msgpack.Decoder(t) for kind, t in (_TO_WORKER | _FROM_WORKER).items()}
 

@@ -34,12 +34,15 @@ from headwater.core.request import (
     TokenLogprob,
 )
 from headwater.core.tokenizer_source import TokenizerSource
+from headwater.transfer import channels
 from headwater.transfer.channels import (
     SocketWorkerChannel,
     SocketWorkerPort,
     ThreadWorkerChannel,
     ThreadWorkerPort,
 )
+from headwater.transfer.joining import JoinedChannel, JoinListener, JoinPort
+from headwater.transfer.peer import FleetKeys
 from headwater.transfer.wire import WireError, decode_from_worker, decode_to_worker, encode
 
 LOAD = WorkerLoad(
@@ -79,7 +82,10 @@ HELLO = Hello(
 Pair = tuple[WorkerChannel, WorkerPort, Callable[[str], None]]
 
 
-@pytest.fixture(params=["socket", "thread"])
+KEYS = FleetKeys.of(b"a secret that only tests have")
+
+
+@pytest.fixture(params=["socket", "thread", "joined"])
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """Both ends, and a way to declare the worker dead."""
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -97,6 +103,21 @@ async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         socket_port = SocketWorkerPort(endpoint)
         yield channel, socket_port, die
         socket_port.close()
+    elif request.param == "joined":
+        arrived: asyncio.Future[JoinedChannel] = asyncio.get_running_loop().create_future()
+
+        async def join(joined: WorkerChannel) -> None:
+            assert isinstance(joined, JoinedChannel)
+            arrived.set_result(joined)
+
+        listener = JoinListener("tcp://127.0.0.1:*", KEYS, join, silent_s=20)
+        joined_port = await asyncio.to_thread(JoinPort, listener.endpoint, KEYS, silent_s=20)
+        joined_port.send(HELLO)
+        channel = await asyncio.wait_for(arrived, 5)
+        assert await anext(channel.messages()) == HELLO
+        yield channel, joined_port, arrived.result().declare_lost
+        await asyncio.to_thread(joined_port.close)
+        await listener.close()
     else:
         thread_port = ThreadWorkerPort()
         channel = ThreadWorkerChannel(thread_port, lost, end_worker)
@@ -171,6 +192,37 @@ async def test_a_worker_that_speaks_another_language_is_lost_with_the_reason(
         with pytest.raises(WorkerLost, match="unknown message kind"):
             await asyncio.wait_for(anext(channel.messages()), 2.0)
     await channel.close()
+
+
+async def test_a_worker_that_takes_nothing_is_given_up_instead_of_queued_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "MAX_QUEUED", 10)
+
+    async def end_worker() -> None:
+        pass
+
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    channel = SocketWorkerChannel(f"ipc://{tmp_path}/control", lost, end_worker)
+    for _ in range(10):
+        await channel.send(Stop())
+    with pytest.raises(WorkerLost, match="does not take"):
+        await channel.send(Stop())
+    await channel.close()
+
+
+async def test_a_worker_that_says_more_than_is_read_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channels, "MAX_QUEUED", 10)
+    inbox = channels.Inbox(asyncio.get_running_loop().create_future())
+    for _ in range(11):
+        inbox.put(HELLO)
+    stream = inbox.messages()
+    for _ in range(11):
+        assert await anext(stream) == HELLO
+    with pytest.raises(WorkerLost, match="were not read"):
+        await anext(stream)
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x00", b"\x01", b"\x01\xc0", b"\xff\x80", b"\x80\x04."])
