@@ -1,12 +1,13 @@
 """Pure admission: may this request enter now? No clock, no I/O; the same file in any simulator.
 
-Three hard caps, checked before anything is queued: sequences in flight
-(``num_choices`` count each, E05), prompt tokens that wait for their first
-output, and the context window.
+Hard caps, checked before anything is queued: sequences in flight (``num_choices``
+count each, E05), prompt tokens that wait for their first output, the context window, and
+the predicted seconds of the fleet's queue.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from headwater.core.blocks import blocks_for
@@ -16,11 +17,14 @@ from headwater.core.request import ModelInfo, Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """``max_running_sequences`` run at once; ``max_waiting_sequences`` may queue behind them."""
+    """``max_running_sequences`` run at once in each worker that decodes;
+    ``max_waiting_sequences`` may queue behind them all. ``max_queue_s``: predicted seconds
+    until a worker has computed the prompts that wait now; over it nobody enters."""
 
     max_running_sequences: int = 64
     max_waiting_sequences: int = 256
     max_waiting_tokens: int = 1_000_000
+    max_queue_s: float = math.inf
 
     def __post_init__(self) -> None:
         for name in ("max_running_sequences", "max_waiting_tokens"):
@@ -30,14 +34,18 @@ class AdmissionLimits:
             raise ConfigError(
                 f"router.max_waiting_sequences must be >= 0, got {self.max_waiting_sequences}"
             )
+        if self.max_queue_s <= 0:
+            raise ConfigError(f"router.max_queue_s must be > 0, got {self.max_queue_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """What has been accepted and has not ended."""
+    """What has been accepted and has not ended, and the workers there are for it."""
 
     num_sequences: int
     num_waiting_tokens: int  # prompt tokens of requests without a first output
+    queue_s: float = 0.0  # predicted, of prompts that are not computed, per worker
+    num_decode_workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,8 @@ def decide_admission(
         return RefuseSize(limit_tokens)
     if request.num_prompt_tokens + room > limit_tokens:
         return RefuseSize(limit_tokens)
-    capacity = limits.max_running_sequences + limits.max_waiting_sequences
+    num_running = limits.max_running_sequences * max(in_flight.num_decode_workers, 1)
+    capacity = num_running + limits.max_waiting_sequences
     wanted = in_flight.num_sequences + request.num_choices
     if wanted > capacity and in_flight.num_sequences > 0:
         return RefuseBusy(
@@ -96,9 +105,16 @@ def decide_admission(
             f"{limits.max_waiting_tokens} prompt tokens waiting",
             _retry_after_s(in_flight, limits),
         )
+    if in_flight.queue_s > limits.max_queue_s:
+        return RefuseBusy(
+            f"the queue is full: {in_flight.queue_s:.0f} s of prompts wait, "
+            f"the limit is {limits.max_queue_s:.0f} s",
+            max(in_flight.queue_s - limits.max_queue_s, 1.0),
+        )
     return Accept()
 
 
 def _retry_after_s(in_flight: InFlight, limits: AdmissionLimits) -> float:
     """Longer the deeper the queue: 1 s, and a second per full set of running sequences."""
-    return 1.0 + in_flight.num_sequences // limits.max_running_sequences
+    num_running = limits.max_running_sequences * max(in_flight.num_decode_workers, 1)
+    return 1.0 + in_flight.num_sequences // num_running

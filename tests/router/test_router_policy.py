@@ -102,3 +102,22 @@ def test_limits_are_checked_once_whole() -> None:
         AdmissionLimits(max_running_sequences=0)
     with pytest.raises(ConfigError, match=r"router\.max_waiting_sequences"):
         AdmissionLimits(max_waiting_sequences=-1)
+
+
+def test_running_places_count_for_each_worker_that_decodes() -> None:
+    two = InFlight(num_sequences=12, num_waiting_tokens=0, num_decode_workers=2)
+    full = InFlight(num_sequences=16, num_waiting_tokens=0, num_decode_workers=2)
+    assert isinstance(decide_admission(request(10), two, LIMITS, info()), Accept)
+    assert isinstance(decide_admission(request(10), full, LIMITS, info()), RefuseBusy)
+
+
+def test_e05_the_predicted_queue_has_a_cap_and_the_refusal_says_when_to_come_back() -> None:
+    limits = AdmissionLimits(max_queue_s=20.0)
+    for queue_s, fits in ((20.0, True), (50.0, False)):
+        in_flight = InFlight(num_sequences=3, num_waiting_tokens=0, queue_s=queue_s)
+        decision = decide_admission(request(10), in_flight, limits, info())
+        assert isinstance(decision, Accept) == fits
+    assert isinstance(decision, RefuseBusy)
+    assert decision.retry_after_s == 30.0
+    with pytest.raises(ConfigError, match="max_queue_s"):
+        AdmissionLimits(max_queue_s=0.0)

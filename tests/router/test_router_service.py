@@ -19,6 +19,7 @@ from headwater.core.control import (
     WorkerLoad,
 )
 from headwater.core.errors import EngineFault, NotReady, Overloaded, PromptTooLong, WorkerLost
+from headwater.core.fleet import Role
 from headwater.core.ports import WorkerChannel
 from headwater.core.request import (
     FinishReason,
@@ -85,7 +86,7 @@ class ScriptedLauncher:
         self.channels: list[ScriptedChannel] = []
         self.first = first
 
-    async def launch(self) -> WorkerChannel:
+    async def launch(self, role: Role = Role.BOTH) -> WorkerChannel:
         channel = ScriptedChannel()
         self.first(channel)
         self.channels.append(channel)
