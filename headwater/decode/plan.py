@@ -19,8 +19,8 @@ from headwater.core.step import SequenceId
 
 
 class RunningCandidate(NamedTuple):
-    """A sequence that holds blocks. One that is still in prefill has all the blocks it
-    needs (``num_missing_blocks == 0``) and no decode row, but can be preempted."""
+    """A sequence that holds blocks. One that is still in prefill or loads KV has all the
+    blocks it needs (``num_missing_blocks == 0``) and no decode row, but can be preempted."""
 
     sequence_id: SequenceId
     priority: int  # smaller is more important
@@ -31,7 +31,8 @@ class RunningCandidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """``rows`` decode in this order, all with blocks; ``preempted`` give theirs back first."""
+    """``rows`` decode in this order; ``preempted`` give their blocks back first. Then all
+    rows have blocks, as soon as every block is there that was counted as available."""
 
     rows: tuple[SequenceId, ...]
     preempted: tuple[SequenceId, ...]
@@ -49,9 +50,11 @@ def plan_decode(
     the others do (its full need was checked against the pool when it was
     submitted), and after it the next: progress is guaranteed.
 
-    ``num_private_blocks`` tells what freeing a sequence gives; it is only asked
-    when blocks lack. Two victims that share blocks only with each other give
-    more than it says, so at worst one sequence too many gives way.
+    ``num_available_blocks`` counts those too that are about to be given back (a copy
+    of them is under way): nobody gives way for want of a moment. ``num_private_blocks``
+    tells what freeing a sequence gives; it is only asked when blocks lack. Two victims
+    that share blocks only with each other give more than it says, so at worst one
+    sequence too many gives way.
     """
     num_missing = sum(candidate.num_missing_blocks for candidate in running)
     if num_missing <= num_available_blocks:

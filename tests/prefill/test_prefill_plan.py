@@ -167,3 +167,13 @@ def test_any_plan_keeps_its_limits_and_its_order(
     assert set(plan.admitted) <= set(ids)
     assert len(plan.admitted) <= 3
     assert sum(needed[i] for i in plan.admitted) <= blocks
+
+
+def test_one_that_must_load_takes_blocks_but_no_budget_and_holds_nobody_up() -> None:
+    loads = WaitingCandidate(SequenceId(1), ServiceOrder(0, True, 1), 5, 6, must_load=True)
+    plan = plan_prefill([running(9, 3)], [loads, waiting(2, 30, blocks=3)], room(10, blocks=9))
+    assert plan.admitted == (1, 2)
+    assert plan.chunks == chunks((2, 10))
+    plan = plan_prefill([running(9, 3)], [loads, waiting(2, 30, blocks=4)], room(10, blocks=9))
+    assert plan.admitted == (1,)
+    assert plan.chunks == chunks((9, 3))

@@ -173,8 +173,9 @@ class ConstrainedDriver(Driver):
         self.masked = MaskedEngine(self)
 
     def step(self) -> bool:
-        self.collect(self.scheduler.take_compiled())
+        self.collect(self.scheduler.take_ready())
         plan = self.scheduler.plan()
+        self.collect(self.scheduler.take_reports())
         if plan is None:
             return False
         self.plans.append(plan)
@@ -228,14 +229,14 @@ def test_others_go_on_while_a_constraint_is_compiled() -> None:
     assert driver.reason("quick") is FinishReason.LENGTH
     assert "slow" not in {name for name, _ in driver.ids}
     scheduler = driver.scheduler
-    assert scheduler.is_compiling
+    assert scheduler.is_awaiting
     assert not scheduler.has_work, "the loop may wait instead of spinning"
     assert scheduler.load().num_waiting == 1
     scheduler.audit()
     driver.executor.let_go()
     driver.run()
     assert driver.ids["slow", 0] == [1, 2]
-    assert not scheduler.is_compiling
+    assert not scheduler.is_awaiting
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -286,7 +287,7 @@ def test_an_abort_at_any_moment_leaves_nothing(when: str) -> None:
     driver.executor.let_go()
     driver.run()
     assert driver.ids["b", 0] == [1, 2]
-    assert not driver.scheduler.is_compiling
+    assert not driver.scheduler.is_awaiting
 
 
 def test_f05_nobody_is_asked_for_a_mask_after_the_end() -> None:
@@ -321,7 +322,7 @@ def test_a_token_outside_the_grammar_fails_the_output_instead_of_breaking_it() -
     driver = ConstrainedDriver()
     driver.submit(bound("a", "123"))
     scheduler = driver.scheduler
-    scheduler.take_compiled()
+    scheduler.take_ready()
     plan = scheduler.plan()
     assert plan is not None
     result = driver.engine.run(plan)  # an engine that does not know masks

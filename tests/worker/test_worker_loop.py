@@ -8,9 +8,17 @@ from headwater.core.blocks import BlockId
 from headwater.core.control import Abort, FromWorker, Hello, StepDone, Stop, Submit, ToWorker
 from headwater.core.control import WorkerLoad as Load
 from headwater.core.errors import EngineFault, PromptTooLong
+from headwater.core.fleet import (
+    HandoffRef,
+    HandoffReport,
+    KVEvents,
+    Phase,
+    Resume,
+)
 from headwater.core.request import (
     FinishReason,
     ModelInfo,
+    PromptReport,
     Request,
     RequestId,
     SampledToken,
@@ -20,7 +28,7 @@ from headwater.core.request import (
 )
 from headwater.core.step import RowResult, SequenceId, StepPlan, StepResult, StepRow
 from headwater.core.tokenizer_source import TokenizerSource
-from headwater.worker.loop import COMPILE_WAIT_S, IDLE_WAIT_S, WorkerLoop
+from headwater.worker.loop import AWAIT_S, IDLE_WAIT_S, KEEP_S, WorkerLoop
 
 LOAD = Load(
     num_waiting=0, num_prefilling=0, num_decoding=0, num_free_blocks=0, num_cached_blocks=0,
@@ -60,7 +68,14 @@ class FakeScheduler:
         self.queue: list[Request] = []
         self.aborted: list[tuple[RequestId, int | None]] = []
         self.num_audits = 0
-        self.num_compiling_turns = 0
+        self.num_awaiting_turns = 0
+        self.num_keeping_turns = 0
+        self.num_stalled_turns = 0
+        self.reports: list[SequenceOutput] = []
+        self.handoffs: list[HandoffReport] = []
+        self.kv_events: list[KVEvents] = []
+        self.parts: list[tuple[Phase, HandoffRef | None, tuple[Resume, ...]]] = []
+        self.is_closed = False
         self.failed: list[EngineFault] = []
 
     @property
@@ -68,14 +83,41 @@ class FakeScheduler:
         return bool(self.queue)
 
     @property
-    def is_compiling(self) -> bool:
-        return self.num_compiling_turns > 0
+    def is_awaiting(self) -> bool:
+        return self.num_awaiting_turns > 0
 
-    def take_compiled(self) -> list[SequenceOutput]:
-        self.num_compiling_turns = max(self.num_compiling_turns - 1, 0)
+    @property
+    def is_keeping(self) -> bool:
+        return self.num_keeping_turns > 0
+
+    def take_ready(self) -> list[SequenceOutput]:
+        self.num_awaiting_turns = max(self.num_awaiting_turns - 1, 0)
+        self.num_keeping_turns = max(self.num_keeping_turns - 1, 0)
         return []
 
-    def submit(self, request: Request) -> None:
+    def take_reports(self) -> list[SequenceOutput]:
+        reports, self.reports = self.reports, []
+        return reports
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def take_handoffs(self) -> tuple[HandoffReport, ...]:
+        handoffs, self.handoffs = tuple(self.handoffs), []
+        return handoffs
+
+    def take_kv_events(self) -> KVEvents | None:
+        return self.kv_events.pop(0) if self.kv_events else None
+
+    def submit(
+        self,
+        request: Request,
+        *,
+        phase: Phase = Phase.WHOLE,
+        handoff: HandoffRef | None = None,
+        resume: Sequence[Resume] = (),
+    ) -> None:
+        self.parts.append((phase, handoff, tuple(resume)))
         if request.num_prompt_tokens > 64:
             raise PromptTooLong(request.num_prompt_tokens, 64)
         self.queue.append(request)
@@ -85,6 +127,9 @@ class FakeScheduler:
         return [SequenceOutput(request_id=request_id, index=0, finish=FinishReason.ABORTED)]
 
     def plan(self) -> StepPlan | None:
+        if self.num_stalled_turns:
+            self.num_stalled_turns -= 1
+            return None
         return StepPlan((row(3), row(1))) if self.queue else None
 
     def _finish(self, finish: FinishReason) -> list[SequenceOutput]:
@@ -229,8 +274,42 @@ def test_stop_ends_the_loop_before_another_step() -> None:
     assert engine.num_runs == 0
 
 
-def test_it_looks_again_soon_while_only_a_constraint_is_waited_for() -> None:
+def test_it_looks_again_soon_while_somebody_waits_for_what_comes_by_itself() -> None:
     port, scheduler = ScriptedPort([], [], []), FakeScheduler()
-    scheduler.num_compiling_turns = 2
+    scheduler.num_awaiting_turns = 2
     run(port, scheduler)
-    assert port.waits == [COMPILE_WAIT_S, COMPILE_WAIT_S, IDLE_WAIT_S, IDLE_WAIT_S]
+    assert port.waits == [AWAIT_S, AWAIT_S, IDLE_WAIT_S, IDLE_WAIT_S]
+    assert scheduler.num_audits == 2, "not while somebody waits"
+
+
+def test_work_whose_blocks_are_not_there_yet_does_not_spin() -> None:
+    port, scheduler = ScriptedPort([Submit(request=request())], [], [], []), FakeScheduler()
+    scheduler.num_stalled_turns = 2
+    run(port, scheduler)
+    assert port.waits == [IDLE_WAIT_S, AWAIT_S, AWAIT_S, IDLE_WAIT_S, IDLE_WAIT_S]
+    assert len(port.steps()) == 1
+
+
+def test_the_front_hears_when_the_last_kv_is_out() -> None:
+    port, scheduler = ScriptedPort([], [], []), FakeScheduler()
+    scheduler.num_keeping_turns = 2
+    run(port, scheduler)
+    assert port.waits == [KEEP_S, KEEP_S, IDLE_WAIT_S, IDLE_WAIT_S]
+    assert port.steps() == [StepDone(outputs=(), load=LOAD)]
+    assert scheduler.is_closed
+
+
+def test_a_settled_hit_is_told_before_the_step_that_computes_the_rest() -> None:
+    port, scheduler = ScriptedPort([Submit(request=request())]), FakeScheduler()
+    report = SequenceOutput(
+        request_id=RequestId("a"), index=0, prompt=PromptReport(num_hit_tokens=1, num_miss_tokens=1)
+    )
+    scheduler.reports = [report]
+
+    class LookingEngine(FakeEngine):
+        def run(self, plan: StepPlan) -> StepResult:
+            assert [step.outputs for step in port.steps()] == [(report,)]
+            return super().run(plan)
+
+    run(port, scheduler, LookingEngine())
+    assert [step.timing is None for step in port.steps()] == [True, False]
