@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from headwater.api.retention import CacheAsk
+from headwater.core.cache import Retention
 from headwater.core.constraint import Constraint
 from headwater.core.errors import InvalidRequest, PromptTooLong
-from headwater.core.request import ModelInfo, Request, RequestId, SamplingParams, StopParams
+from headwater.core.request import (
+    DEVICE_ONLY,
+    ModelInfo,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopParams,
+)
+from headwater.recipe.recipe import EncodedPrompt
 
 Entropy = Callable[[int], bytes]
 
@@ -27,7 +37,7 @@ class Ask:
     means prefill only. ``prompt_param`` is the field to blame for a long prompt.
     """
 
-    prompts: tuple[tuple[int, ...], ...]
+    prompts: tuple[EncodedPrompt, ...]
     prompt_param: str
     sampling: SamplingParams
     seed: int | None
@@ -39,6 +49,7 @@ class Ask:
     ignore_end: bool
     num_prompt_logprobs: int | None = None
     constraint: Constraint | None = None  # of the whole output
+    cache: CacheAsk = field(default_factory=CacheAsk)
 
 
 def build_requests(
@@ -49,6 +60,7 @@ def build_requests(
     call_id: str,
     tenant: str,
     entropy: Entropy,
+    retention: Retention = DEVICE_ONLY,
 ) -> tuple[Request, ...]:
     """One Request per prompt, in order. Raises PromptTooLong and InvalidRequest.
 
@@ -56,7 +68,8 @@ def build_requests(
     what it gives alone; without one, each prompt draws its own.
     """
     requests = []
-    for position, tokens in enumerate(ask.prompts):
+    for position, prompt in enumerate(ask.prompts):
+        tokens = prompt.tokens
         if not tokens:
             raise InvalidRequest(
                 f"{ask.prompt_param} is empty: there is no token to start from",
@@ -81,6 +94,7 @@ def build_requests(
                 num_prompt_logprobs=ask.num_prompt_logprobs,
                 constraint=ask.constraint,
                 tenant=tenant,
+                retention=retention,
             )
         )
     return tuple(requests)

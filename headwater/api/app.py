@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from headwater.api.admission import Entropy
 from headwater.api.anthropic.messages import CountDialect, MessagesDialect
-from headwater.api.calls import CallRoute, Dialect, Door
+from headwater.api.calls import CallRoute, Dialect, Door, PromptRecorder
 from headwater.api.config import ApiConfig
 from headwater.api.conversing import ConstraintCheck, Conversing, refuse_constraints
 from headwater.api.decode import UnknownNames
@@ -35,6 +35,7 @@ from headwater.api.openai.completions import CompletionDialect
 from headwater.api.openai.models import model_routes
 from headwater.api.openai.responses import ResponsesDialect
 from headwater.api.openai.tokenize import DetokenizeDialect, TokenizeDialect
+from headwater.api.pools import pools_routes
 from headwater.api.probes import probe_routes
 from headwater.api.render import render_failure
 from headwater.core.ports import Clock, Generator
@@ -50,13 +51,15 @@ def create_app(
     unix_time_s: Callable[[], float] = time.time,
     entropy: Entropy = os.urandom,
     check_constraint: ConstraintCheck = refuse_constraints,
+    recorder: PromptRecorder | None = None,
 ) -> Starlette:
     """The HTTP app, for any ASGI server. Holds no state outside itself.
 
     ``clock`` times requests for log and metrics; ``unix_time_s`` dates answers;
     ``entropy`` makes call ids and the seeds of calls that bring none.
     ``check_constraint`` compiles a grammar in a parse thread, to refuse a bad one
-    before any header; without it constrained output is refused.
+    before any header; without it constrained output is refused. ``recorder`` takes note of
+    each prompt; it is the caller's to close.
     """
     metrics = Metrics(generator)
     unknown = UnknownNames()
@@ -68,6 +71,7 @@ def create_app(
         clock=clock,
         unix_time_s=unix_time_s,
         entropy=entropy,
+        recorder=recorder,
     )
     conversing = Conversing(recipe, check_constraint)
     calls: dict[str, Dialect] = {
@@ -86,6 +90,7 @@ def create_app(
         *(Route(path, DirectRoute(door, d), methods=["POST"]) for path, d in direct.items()),
         *model_routes(door, recipe.capabilities),
         *probe_routes(generator, metrics),
+        *pools_routes(generator),
     ]
 
     @asynccontextmanager

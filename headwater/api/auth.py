@@ -1,7 +1,7 @@
 """Who may come in: keys, and for keyless servers the Host and Origin checks.
 
-Pure decisions over headers; ``guard`` applies them to every request. The
-tenant that comes out is the key's name, never anything from a request body.
+Pure decisions over headers; ``guard`` applies them to every request. The tenant
+of the caller that comes out is the key's name, never anything from a request body.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from headwater.api.config import ApiConfig, ApiKey
 from headwater.api.failure import FailureKind, Refused, refused
+from headwater.api.retention import Caller
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -25,10 +26,10 @@ class Keyring:
     """Digests of the keys: the secrets themselves are not kept."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
-        self._digests = tuple((key.name, _digest(key.secret.encode())) for key in keys)
+        self._digests = tuple((key.caller, _digest(key.secret.encode())) for key in keys)
 
-    def tenant_of(self, headers: Headers) -> str:
-        """The name of the key that the request carries. Raises Refused (401).
+    def caller_of(self, headers: Headers) -> Caller:
+        """Whom the key that the request carries stands for. Raises Refused (401).
 
         Both ``Authorization: Bearer KEY`` and ``x-api-key: KEY`` are understood.
         """
@@ -37,16 +38,16 @@ class Keyring:
             raise _unauthenticated(
                 "no API key given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             )
-        tenant: str | None = None
+        caller: Caller | None = None
         for secret in presented:
             digest = _digest(secret)
             # Every stored key is compared, so that time tells nothing about which one is near.
-            for name, known in self._digests:
+            for owner, known in self._digests:
                 if hmac.compare_digest(digest, known):
-                    tenant = name
-        if tenant is None:
+                    caller = owner
+        if caller is None:
             raise _unauthenticated("this API key is not known here")
-        return tenant
+        return caller
 
 
 class HostList:

@@ -23,17 +23,22 @@ from starlette.types import Receive, Scope, Send
 
 from headwater.api.admission import Ask, Entropy, build_requests
 from headwater.api.body import read_json_body
+from headwater.api.cache_report import CACHE_HEADER
+from headwater.api.caching import namespace
 from headwater.api.config import ApiConfig
 from headwater.api.failure import ClientGone, Failure, failure_of, log_failure
 from headwater.api.generation import Generation
-from headwater.api.guard import TENANT
+from headwater.api.guard import CALLER
 from headwater.api.metrics import Metrics
 from headwater.api.observe import RECORD, CallRecord
+from headwater.api.retention import Caller, choose_retention
 from headwater.api.stream import send_json, send_stream, unless_gone
 from headwater.core.errors import HeadwaterError, NotReady, Overloaded, PromptTooLong
 from headwater.core.ports import Clock, Generator
 from headwater.core.request import ModelInfo, Request
+from headwater.recipe.conversation import Conversation
 from headwater.recipe.output import OutputStream
+from headwater.recipe.recipe import EncodedPrompt
 
 NUM_PARSE_THREADS = 4
 
@@ -49,11 +54,30 @@ class CallFacts:
     info: ModelInfo
 
 
+class PromptRecorder(Protocol):
+    """Takes note of prompts, where the operator wants that; returns at once."""
+
+    def record(
+        self,
+        prompt: EncodedPrompt,
+        *,
+        conversation: Conversation | None,
+        tenant: str,
+        model: str,
+        dialect: str,
+    ) -> None: ...
+
+
 class ParsedCall(Protocol):
     """One body, understood. Made by a dialect; both answers come from the same events."""
 
     @property
     def ask(self) -> Ask: ...
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """What the prompt was made of; None for text and ids."""
+        ...
 
     @property
     def stream(self) -> bool: ...
@@ -77,6 +101,9 @@ class ParsedCall(Protocol):
 
 class Dialect(Protocol):
     """How one route speaks. Stateless; ``parse`` runs in a thread."""
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def id_prefix(self) -> str: ...
@@ -104,6 +131,7 @@ class Door:
     clock: Clock
     unix_time_s: Callable[[], float]
     entropy: Entropy = os.urandom
+    recorder: PromptRecorder | None = None
     num_open_calls: int = 0
     # A few threads: a flood of long prompts queues here, and health goes on answering.
     _threads: ThreadPoolExecutor = field(
@@ -140,20 +168,31 @@ class Door:
         )
 
     async def prepare(
-        self, dialect: Dialect, body: bytes, facts: CallFacts, tenant: str
+        self, dialect: Dialect, body: bytes, facts: CallFacts, caller: Caller
     ) -> tuple[ParsedCall, tuple[Request, ...]]:
         """Parse, check and tokenise off the event loop."""
 
         def work() -> tuple[ParsedCall, tuple[Request, ...]]:
             call = dialect.parse(body, facts)
+            tenant = namespace(caller.tenant, call.ask.cache.salt)
             requests = build_requests(
                 call.ask,
                 facts.info,
                 self.end_token_ids,
                 call_id=facts.call_id,
                 tenant=tenant,
+                retention=choose_retention(call.ask.cache, caller, self.config.keep),
                 entropy=self.entropy,
             )
+            if self.recorder is not None:
+                for prompt in call.ask.prompts:
+                    self.recorder.record(
+                        prompt,
+                        conversation=call.conversation,
+                        tenant=tenant,
+                        model=facts.info.model_id,
+                        dialect=dialect.name,
+                    )
             return call, requests
 
         return await self.in_thread(work)
@@ -186,7 +225,7 @@ class CallRoute:
                 facts = self._door.facts(self._dialect.id_prefix)
                 record.call_id = facts.call_id
                 body = await self._door.read_body(HttpRequest(scope, receive))
-                work = self._answer(body, facts, record, scope[TENANT], send)
+                work = self._answer(body, facts, record, scope[CALLER], send)
                 del body  # may be large, and the call long
                 await unless_gone(receive, work)
         except ClientGone:
@@ -199,10 +238,10 @@ class CallRoute:
             await answer(scope, receive, send)
 
     async def _answer(
-        self, body: bytes, facts: CallFacts, record: CallRecord, tenant: str, send: Send
+        self, body: bytes, facts: CallFacts, record: CallRecord, caller: Caller, send: Send
     ) -> None:
         door = self._door
-        call, requests = await door.prepare(self._dialect, body, facts, tenant)
+        call, requests = await door.prepare(self._dialect, body, facts, caller)
         del body
         generation = Generation(
             door.generator,
@@ -222,13 +261,21 @@ class CallRoute:
                     keepalive_frame=self._dialect.keepalive_frame,
                     error_frame=call.error_frame,
                     call_id=facts.call_id,
+                    headers=_cache_headers(generation),
                 )
             else:
                 answer = await call.whole(generation)
-                await send_json(send, answer, headers=(("x-request-id", facts.call_id),))
+                headers = (("x-request-id", facts.call_id), *_cache_headers(generation))
+                await send_json(send, answer, headers=headers)
         except PromptTooLong as error:  # the router does not know what the field is called
             raise PromptTooLong(
                 error.num_prompt_tokens, error.limit_tokens, param=call.ask.prompt_param
             ) from None
         finally:
             await generation.aclose()
+
+
+def _cache_headers(generation: Generation) -> tuple[tuple[str, str], ...]:
+    """What hit, where it is known by now: a stream's headers do not wait longer for it."""
+    value = generation.cache_header
+    return () if value is None else ((CACHE_HEADER, value),)

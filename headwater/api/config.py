@@ -8,17 +8,33 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from dataclasses import dataclass, field
 
+from headwater.api.retention import Caller, KeepTimes
+from headwater.core.cache import RetentionClass
 from headwater.core.errors import ConfigError
+
+# Names are tenants: they stand in logs, and the mark of a narrowed tenant is none of them.
+KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One credential. ``name`` becomes the tenant: it may appear in logs, the secret never."""
+    """One credential. ``name`` becomes the tenant: it may appear in logs, the secret never.
+
+    ``kind`` is the retention class of its requests unless they say otherwise; none keeps
+    KV longer than ``max_keep_s``.
+    """
 
     name: str
     secret: str = field(repr=False)
+    kind: RetentionClass | None = None
+    max_keep_s: float = math.inf
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(tenant=self.name, kind=self.kind, max_keep_s=self.max_keep_s)
 
     @classmethod
     def unnamed(cls, secret: str) -> ApiKey:
@@ -56,6 +72,7 @@ class ApiConfig:
     max_stop_strings: int = 16
     max_stop_chars: int = 1024  # of one stop string
     max_bias_entries: int = 1024
+    keep: KeepTimes = field(default_factory=KeepTimes)  # of KV beyond the device, by class
     access_log: bool = True
     log_probes: bool = False  # health and metrics requests in the access log
 
@@ -82,6 +99,12 @@ class ApiConfig:
         names = [key.name for key in self.keys]
         if len(set(names)) != len(names) or "" in names:
             raise ConfigError("api.keys: each key needs its own, non-empty name")
+        if not all(KEY_NAME.fullmatch(name) for name in names):
+            raise ConfigError("api.keys: a name has other characters than letters, digits and ._@-")
+        if not all(key.max_keep_s >= 0 for key in self.keys):
+            raise ConfigError("api.keys: max_keep_s must be at least 0")
+        if not (self.keep.agent_s >= 0 and self.keep.chat_s >= 0):
+            raise ConfigError("api.keep: days must be at least 0")
         if any(not key.secret or key.secret != key.secret.strip() for key in self.keys):
             raise ConfigError("api.keys: a key is empty or has spaces around it")
         if any(not name for name in self.served_names):

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from headwater.api.cache_report import HitExplainer
 from headwater.api.tidy import TidyParser
 from headwater.core.constraint import Constraint
 from headwater.core.errors import InvalidRequest
@@ -66,6 +67,10 @@ class Conversing:
             )
         except InvalidRequest as error:
             raise _in_callers_words(error, spoken) from None
+
+    def explainer(self, spoken: Spoken, prompt: EncodedPrompt) -> HitExplainer:
+        """Says where in ``spoken`` the hit of its prompt ended."""
+        return HitExplainer(self.recipe.tokenizer, (prompt,), spoken.places)
 
     def constraint(self, spoken: Spoken) -> Constraint | None:
         """The grammar of the turn, known to compile. Raises InvalidRequest otherwise."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from headwater.api.cache_report import cache_header
 from headwater.api.metrics import Ending, Metrics
 from headwater.api.observe import CallRecord
+from headwater.api.reasons import told
 from headwater.api.stream import end_tasks
 from headwater.core.errors import EngineFault, InvalidRequest, NotReady, Overloaded
 from headwater.core.ports import Clock, Generator
@@ -86,7 +88,8 @@ class Generation:
     async def start(self, refusal_wait_s: float) -> None:
         """Hand the requests to the router and wait a moment for its refusal.
 
-        Returns at the first output of every request, or after ``refusal_wait_s``.
+        Returns at the first output of every request (which may be no more than what hit), or
+        after ``refusal_wait_s``.
         Raises what a request was refused with; then nothing of the call runs on.
         """
         for position in range(len(self._requests)):
@@ -126,6 +129,18 @@ class Generation:
             raise
 
     @property
+    def reports(self) -> Mapping[int, PromptReport]:
+        """What is known so far of each prompt's hit, by its place in the call."""
+        return self._reports
+
+    @property
+    def cache_header(self) -> str | None:
+        """None until every prompt's hit is known."""
+        if len(self._reports) < len(self._requests):
+            return None
+        return cache_header(self._reports.values())
+
+    @property
     def usage(self) -> Usage:
         """What has been computed so far; a prompt counts once, whatever its choices."""
         return Usage(
@@ -152,6 +167,9 @@ class Generation:
         self._metrics.prompt_hit_tokens.inc(usage.num_hit_tokens)
         self._metrics.prompt_miss_tokens.inc(usage.num_miss_tokens)
         self._metrics.output_tokens.inc(usage.num_output_tokens)
+        for report in self._reports.values():
+            if report.cache is not None and report.cache.load_s > 0:
+                self._metrics.cache_load_seconds.observe(report.cache.load_s)
         self._record.complete = all(choice.finish is not None for choice in self._choices)
         unfinished = Ending.FAILED if self._failed else Ending.CANCELLED
         for choice in self._choices:
@@ -164,6 +182,9 @@ class Generation:
         outputs = self._generator.generate(self._requests[position])
         async with contextlib.aclosing(outputs):
             async for output in outputs:
+                if output.prompt is not None:
+                    output = replace(output, prompt=told(output.prompt))
+                    self._note_hit(position, output)
                 self._arrived.put_nowait((position, output))
                 if self._quiet:
                     self._quiet.discard(position)
@@ -186,14 +207,18 @@ class Generation:
             raise EngineFault(output.error or "the step failed")
         if output.finish is FinishReason.ABORTED:
             raise EngineFault("the worker aborted a sequence that nobody had asked it to")
-        if output.prompt is not None and (output.index == 0 or position not in self._reports):
-            self._reports[position] = output.prompt
         delta = choice.stream.push(output)
         self._note_time(choice, len(output.tokens))
         choice.num_output_tokens += delta.num_tokens
         choice.num_reasoning_tokens += delta.num_reasoning_tokens
         choice.finish = delta.finish
         return ChoiceEvent(number, delta, output.prompt)
+
+    def _note_hit(self, position: int, output: SequenceOutput) -> None:
+        """Choices of one prompt share it: the first choice's report counts."""
+        if output.prompt is None or (output.index != 0 and position in self._reports):
+            return
+        self._reports[position] = output.prompt
 
     async def _end_early(self, position: int, output: SequenceOutput) -> None:
         """A choice whose text is complete (a stop string) need not be computed further."""

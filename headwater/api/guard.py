@@ -14,17 +14,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headwater.api.auth import HostList, Keyring
 from headwater.api.config import ApiConfig
 from headwater.api.failure import Failure, Refused
+from headwater.api.retention import Caller
 
 # Exact spellings, GET and HEAD only: what a process supervisor needs, and nothing else.
 PUBLIC_PATHS = frozenset({"/health/live"})
 
-TENANT = "headwater.tenant"  # key of the ASGI scope
+CALLER = "headwater.caller"  # key of the ASGI scope
+
+EVERYBODY = Caller()  # of a server without keys
 
 RenderFailure = Callable[[str, Failure], Response]
 
 
 class Guard:
-    """Lets a request through to ``app`` with its tenant in the scope, or answers it."""
+    """Lets a request through to ``app`` with its caller in the scope, or answers it."""
 
     def __init__(self, app: ASGIApp, config: ApiConfig, render: RenderFailure) -> None:
         self._app = app
@@ -38,7 +41,7 @@ class Guard:
                 await self._app(scope, receive, send)
             case "http":
                 try:
-                    scope[TENANT] = self._tenant(scope)
+                    scope[CALLER] = self._caller(scope)
                 except Refused as error:
                     answer = self._render(scope["path"], error.failure)
                     await answer(scope, receive, send)
@@ -48,10 +51,10 @@ class Guard:
                 # No route speaks anything else (a websocket, say): close it unopened.
                 await send({"type": "websocket.close", "code": 1008})
 
-    def _tenant(self, scope: Scope) -> str:
+    def _caller(self, scope: Scope) -> Caller:
         if self._keys is None:
             self._hosts.check(scope["headers"])
-            return ""
+            return EVERYBODY
         if scope["path"] in PUBLIC_PATHS and scope["method"] in ("GET", "HEAD"):
-            return ""
-        return self._keys.tenant_of(scope["headers"])
+            return EVERYBODY
+        return self._keys.caller_of(scope["headers"])

@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headwater import __version__
+from headwater.api.metrics_cache import cache_metrics
 from headwater.core.control import StepTiming, WorkerLoad
 from headwater.core.ports import Generator
 
@@ -28,6 +29,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
+_LOAD_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _CALL_BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
@@ -83,6 +85,12 @@ class Metrics:
         )
         self.prompt_hit_tokens = prompt_tokens.labels(source="hit")
         self.prompt_miss_tokens = prompt_tokens.labels(source="miss")
+        self.cache_load_seconds = Histogram(
+            "headwater_cache_load_seconds",
+            "From the decision to load a prompt's hit from another tier until it was there.",
+            buckets=_LOAD_BUCKETS_S,
+            registry=self._registry,
+        )
         self.output_tokens = Counter(
             "headwater_output_tokens_total",
             "Output tokens that callers were charged for.",
@@ -144,7 +152,9 @@ class _StatusCollector(Collector):
             build.add_metric((__version__, info.model_id, info.weights_format, info.device), 1)
         yield build
         yield from _load_metrics(status.load)
+        yield from cache_metrics(status.load)
         yield from _timing_metrics(status.step_totals)
+        yield from _budget_metrics(status.load)
 
 
 def _load_metrics(load: WorkerLoad | None) -> Iterator[Metric]:
@@ -168,6 +178,7 @@ def _load_metrics(load: WorkerLoad | None) -> Iterator[Metric]:
     )
     if load is not None:
         sequences.add_metric(("waiting",), load.num_waiting)
+        sequences.add_metric(("loading",), load.num_loading)
         sequences.add_metric(("prefilling",), load.num_prefilling)
         sequences.add_metric(("decoding",), load.num_decoding)
         blocks.add_metric(("free",), load.num_free_blocks)
@@ -197,4 +208,28 @@ def _timing_metrics(totals: StepTiming) -> Iterator[Metric]:
     )
     tokens.add_metric(("prefill",), totals.num_prefill_tokens)
     tokens.add_metric(("decode",), totals.num_decode_tokens)
-    yield from (seconds, tokens)
+    predicted = CounterMetricFamily(
+        "headwater_step_predicted_seconds_total",
+        "Seconds that engine steps were predicted to take, all parts.",
+        value=totals.predicted_s,
+    )
+    yield from (seconds, tokens, predicted)
+
+
+def _budget_metrics(load: WorkerLoad | None) -> Iterator[Metric]:
+    error = GaugeMetricFamily(
+        "headwater_step_prediction_error",
+        "How far the last steps' seconds were from their prediction, as a share of it: median.",
+        labels=(),
+    )
+    steps = CounterMetricFamily(
+        "headwater_budgeted_steps_total",
+        "Engine steps under a time budget, by whether they took up to 1.25 times of it.",
+        labels=("kept",),
+    )
+    if load is not None:
+        if load.step_error is not None:
+            error.add_metric((), load.step_error)
+        steps.add_metric(("yes",), load.num_steps_within)
+        steps.add_metric(("no",), load.num_budgeted_steps - load.num_steps_within)
+    yield from (error, steps)

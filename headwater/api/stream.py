@@ -58,6 +58,7 @@ async def send_stream(
     keepalive_frame: bytes,
     error_frame: Callable[[Failure], bytes],
     call_id: str,
+    headers: tuple[tuple[str, str], ...] = (),
 ) -> None:
     """Headers at once, then ``frames``; a sign of life whenever ``keepalive_s`` pass in silence.
 
@@ -67,8 +68,8 @@ async def send_stream(
     The timer is a wall clock of its own: it ticks while a step takes minutes.
     An error ends the stream with one error frame, and nothing after it.
     """
-    headers = [*_HEADERS, (b"x-request-id", call_id.encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    fields = [*_HEADERS, (b"x-request-id", call_id.encode()), *_encoded(headers)]
+    await send({"type": "http.response.start", "status": 200, "headers": fields})
     now_s = asyncio.get_running_loop().time
     last_sent_s = now_s()
     sign = COMMENT_FRAME
@@ -108,10 +109,14 @@ async def send_json(
     fields = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        *((name.lower().encode(), value.encode()) for name, value in headers),
+        *_encoded(headers),
     ]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _encoded(headers: tuple[tuple[str, str], ...]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode(), value.encode()) for name, value in headers]
 
 
 def _part(frame: bytes) -> Message:

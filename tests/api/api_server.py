@@ -20,8 +20,10 @@ import httpx
 import uvicorn
 
 from headwater.api.app import create_app
+from headwater.api.calls import PromptRecorder
 from headwater.api.config import ApiConfig
 from headwater.api.conversing import ConstraintCheck, refuse_constraints
+from headwater.core.cache import CacheReport, StoreStats, Tier
 from headwater.core.control import StepTiming, WorkerLoad
 from headwater.core.ports import ServiceStatus
 from headwater.core.request import (
@@ -69,9 +71,34 @@ LOAD = WorkerLoad(
     num_steps=7,
     num_preemptions=1,
     num_recomputed_tokens=5,
-    num_hit_tokens=0,
-    num_miss_tokens=0,
+    num_hit_tokens=100,
+    num_miss_tokens=50,
     num_output_tokens=0,
+    num_loading=1,
+    num_host_hit_tokens=20,
+    num_disk_hit_tokens=30,
+    num_replayed_tokens=4,
+    num_dropped_loads=1,
+    num_dropped_stores=2,
+    num_queued_stores=3,
+    misses=(("new", 5), ("expired", 1)),
+    tiers=(
+        StoreStats(tier=Tier.HOST, num_records=7, num_bytes=700, max_bytes=7000),
+        StoreStats(
+            tier=Tier.DISK,
+            num_records=9,
+            num_bytes=900,
+            max_bytes=9000,
+            num_evicted=6,
+            num_expired=5,
+            num_damaged=4,
+            num_errors=3,
+            is_writable=False,
+        ),
+    ),
+    step_error=0.125,
+    num_budgeted_steps=7,
+    num_steps_within=6,
 )
 
 TIMING = StepTiming(
@@ -81,6 +108,7 @@ TIMING = StepTiming(
     apply_s=0.004,
     num_prefill_tokens=1,
     num_decode_tokens=1,
+    predicted_s=0.025,
 )
 
 
@@ -104,7 +132,7 @@ def sampled(request: Request, token_id: int) -> SampledToken:
     return SampledToken(token_id, -0.5, top)
 
 
-def prompt_report(request: Request, hit: int) -> PromptReport:
+def prompt_report(request: Request, hit: int, cache: CacheReport | None = None) -> PromptReport:
     logprobs = None
     if request.num_prompt_logprobs is not None:
         logprobs = tuple(
@@ -112,8 +140,25 @@ def prompt_report(request: Request, hit: int) -> PromptReport:
             for token in request.prompt_tokens[1:]
         )
     return PromptReport(
-        num_hit_tokens=hit, num_miss_tokens=request.num_prompt_tokens - hit, logprobs=logprobs
+        num_hit_tokens=hit,
+        num_miss_tokens=request.num_prompt_tokens - hit,
+        cache=cache,
+        logprobs=logprobs,
     )
+
+
+def say_with_hit(text: str, report: CacheReport, *, prefill_s: float = 0.0) -> Script:
+    """What hit as soon as it is settled, in an output of its own; ``text`` after the prefill."""
+
+    async def play(request: Request) -> AsyncIterator[SequenceOutput]:
+        hit = prompt_report(request, report.num_hit_tokens, report)
+        for index in range(request.num_choices):
+            yield SequenceOutput(request_id=request.request_id, index=index, prompt=hit)
+        await asyncio.sleep(prefill_s)
+        async for output in say(text)(request):
+            yield replace(output, prompt=None)
+
+    return play
 
 
 def say(*texts: str | bytes, hit: int = 0, delay_s: float = 0.0, step_tokens: int = 1) -> Script:
@@ -305,6 +350,7 @@ def serving(
     *,
     recipe: Recipe | None = None,
     check_constraint: ConstraintCheck = refuse_constraints,
+    recorder: PromptRecorder | None = None,
 ) -> Iterator[Served]:
     """The app on a free loopback port, in a thread with its own event loop."""
     generator = generator or ScriptedGenerator()
@@ -314,6 +360,7 @@ def serving(
         replace(config or ApiConfig(), refusal_wait_s=0.02),
         SteadyClock(),
         check_constraint=check_constraint,
+        recorder=recorder,
     )
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(

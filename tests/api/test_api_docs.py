@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from headwater.api.anthropic.bodies import COUNT_TABLE, MESSAGES_TABLE, MessagesBody
+from headwater.api.cache_report import CACHE_HEADER, CacheWire, cache_header
 from headwater.api.decode import FieldTable
 from headwater.api.openai.bodies import (
     CHAT_TABLE,
@@ -17,6 +18,9 @@ from headwater.api.openai.bodies import (
 )
 from headwater.api.openai.responses_bodies import RESPONSES_TABLE, ResponsesBody
 from headwater.api.openai.tokenize import TOKENIZE_TABLE, TokenizeBody
+from headwater.api.reasons import REASON_TEXTS
+from headwater.core.cache import CacheReport, MissReason
+from headwater.core.request import PromptReport
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 DIALECTS = (DOCS / "dialects.md").read_text(encoding="utf-8")
@@ -48,6 +52,29 @@ def test_every_field_of_a_body_is_on_the_page(body: type[msgspec.Struct]) -> Non
 def test_every_refused_and_ignored_field_is_on_the_page(table: FieldTable) -> None:
     names = [*table.refused, *table.ignored]
     assert not [name for name in names if f"`{name}`" not in DIALECTS]
+
+
+def test_every_reason_is_on_the_caches_page_with_its_sentence() -> None:
+    page = (DOCS / "cache.md").read_text(encoding="utf-8")
+    assert not [
+        reason
+        for reason, text in REASON_TEXTS.items()
+        if f"| `{reason.value}` | {text} |" not in page
+    ]
+
+
+def test_the_report_and_the_header_on_the_caches_page_are_what_the_door_writes() -> None:
+    page = (DOCS / "cache.md").read_text(encoding="utf-8")
+    shown = page.partition("```json\n")[2].partition("```")[0]
+    report = msgspec.json.decode(shown, type=CacheWire, strict=True)
+    assert set(msgspec.json.decode(shown)) == set(CacheWire.__struct_encode_fields__)
+    assert report.explanation == REASON_TEXTS[MissReason(report.reason)]
+    cache = CacheReport(num_disk_tokens=report.disk_tokens, reason=MissReason(report.reason))
+    num_miss_tokens = report.prompt_tokens - report.hit_tokens
+    prompt = PromptReport(
+        num_hit_tokens=report.hit_tokens, num_miss_tokens=num_miss_tokens, cache=cache
+    )
+    assert f"{CACHE_HEADER}: {cache_header([prompt])}\n" in page
 
 
 def test_every_metric_is_on_the_page() -> None:

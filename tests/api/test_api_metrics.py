@@ -105,3 +105,10 @@ def test_labels_are_bounded_whatever_callers_send(served: Served) -> None:
 
     wait_until(all_counted, 2)
     assert "path/1" not in served.get("/metrics").text
+
+
+def test_steps_are_told_beside_what_was_predicted_and_budgeted(served: Served) -> None:
+    assert served.metric("headwater_step_predicted_seconds_total") == 0.025
+    assert served.metric("headwater_step_prediction_error") == 0.125
+    assert served.metric("headwater_budgeted_steps_total", kept="yes") == 6
+    assert served.metric("headwater_budgeted_steps_total", kept="no") == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headwater.api.caching import CacheFields
 from headwater.api.decode import NULL, FieldTable
 
 
@@ -62,8 +63,8 @@ class OutputConfig(msgspec.Struct):
     format: AnswerFormat | None = None
 
 
-class CountBody(msgspec.Struct, kw_only=True):
-    """What decides the prompt; all that ``count_tokens`` reads."""
+class CountBody(CacheFields, kw_only=True):
+    """What decides the prompt: all that ``count_tokens`` reads, of the cache's fields none."""
 
     messages: list[MessageBody]
     model: str | None = None

@@ -1,8 +1,8 @@
 """``POST /v1/messages`` and ``/v1/messages/count_tokens``.
 
 Both go through the same conversation and the same encoding, so a count equals
-the input of the later call (A01). ``message_start`` waits for the first output:
-only then is it known how much of the prompt came from the cache (A03).
+the input of the later call (A01). ``message_start`` waits for the first output, which
+says how much of the prompt came from the cache (A03) and may say no more than that.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from headwater.api import ranges
@@ -21,6 +22,8 @@ from headwater.api.anthropic.blocks import BlockWriter
 from headwater.api.anthropic.bodies import COUNT_TABLE, MESSAGES_TABLE, CountBody, MessagesBody
 from headwater.api.anthropic.conversation import messages_conversation
 from headwater.api.anthropic.errors import error_frame, error_response
+from headwater.api.cache_report import CacheWire, HitExplainer
+from headwater.api.caching import cache_ask
 from headwater.api.calls import CallFacts
 from headwater.api.config import ApiConfig
 from headwater.api.conversing import Conversing, Spoken
@@ -43,6 +46,7 @@ class MessagesDialect:
     conversing: Conversing
     config: ApiConfig
     decoder: BodyDecoder[MessagesBody]
+    name: str = field(default="messages", init=False)
     id_prefix: str = field(default="msg_", init=False)
     keepalive_frame: bytes = field(default=wire.PING_FRAME, init=False)
 
@@ -64,14 +68,16 @@ class MessagesDialect:
         if max_tokens is not None:
             ranges.integer("max_tokens", max_tokens, 0, 0, MAX_TOKENS_ASKED)
         stops = ranges.stop_strings("stop_sequences", fields.stop_sequences or (), self.config)
+        caching = cache_ask(fields, has_tools=bool(fields.tools))
         spoken = _spoken(fields, self.conversing, self.config)
+        prompt = self.conversing.encode(spoken)
         return MessagesCall(
             conversing=self.conversing,
             conversation=spoken.conversation,
             facts=facts,
             model=model,
             ask=Ask(
-                prompts=(self.conversing.encode(spoken).tokens,),
+                prompts=(prompt,),
                 prompt_param="messages",
                 sampling=sampling,
                 seed=None,
@@ -82,8 +88,10 @@ class MessagesDialect:
                 stop_token_ids=frozenset(),
                 ignore_end=False,
                 constraint=self.conversing.constraint(spoken),
+                cache=caching,
             ),
             stream=bool(fields.stream),
+            explainer=self.conversing.explainer(spoken, prompt) if caching.wants_report else None,
             shows_thinking=fields.thinking is None or fields.thinking.display != "omitted",
         )
 
@@ -110,13 +118,14 @@ class MessagesCall:
     model: str
     ask: Ask
     stream: bool
+    explainer: HitExplainer | None  # None: the caller did not ask for the hit
     shows_thinking: bool
 
     def open_output(self, position: int) -> OutputStream:
         return self.conversing.open_output(
             self.conversation,
             stop_strings=self.ask.stop_strings,
-            previous_id=self.ask.prompts[position][-1],
+            previous_id=self.ask.prompts[position].tokens[-1],
         )
 
     def error_frame(self, failure: Failure) -> bytes:
@@ -157,6 +166,7 @@ class MessagesCall:
                 stop_reason=ending.stop_reason,
                 stop_sequence=ending.stop_sequence,
                 usage=wire.usage_wire(generation.usage),
+                cache=self._cache(generation),
             )
         )
 
@@ -168,8 +178,14 @@ class MessagesCall:
             stop_reason=None,
             stop_sequence=None,
             usage=wire.usage_wire(generation.usage),
+            cache=self._cache(generation),
         )
         return wire.frame(wire.MessageStart(message))
+
+    def _cache(self, generation: Generation) -> CacheWire | UnsetType | None:
+        if self.explainer is None:
+            return UNSET
+        return self.explainer.explain(generation.reports.get(0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from headwater.api.cache_report import CacheWire
 from headwater.api.segments import CallSegment, ReasoningSegment, Segment, TextSegment
 from headwater.core.request import FinishReason, Usage
 from headwater.recipe.output import OutputDelta
@@ -63,6 +64,7 @@ class MessageWire(msgspec.Struct, tag="message"):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: UsageWire
+    cache: CacheWire | msgspec.UnsetType | None = msgspec.UNSET
     role: Literal["assistant"] = "assistant"
 
 

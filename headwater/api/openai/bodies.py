@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headwater.api.caching import CacheFields
 from headwater.api.decode import NULL, FieldTable
 
 
@@ -16,7 +17,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class CommonBody(msgspec.Struct, kw_only=True):
+class CommonBody(CacheFields, kw_only=True):
     """Fields of all routes that take OpenAI's sampling."""
 
     model: str | None = None
@@ -37,6 +38,7 @@ class CommonBody(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    prompt_cache_retention: str | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -152,8 +154,7 @@ _IGNORED = frozenset(
         "metadata",
         "service_tier",
         "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
+        "prompt_cache_key",  # which machine to ask, in a fleet; every prefix is looked for here
         "prediction",
     }
 )

@@ -7,11 +7,12 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from headwater.api import ranges
 from headwater.api.admission import Ask
+from headwater.api.cache_report import CacheWire, HitExplainer
 from headwater.api.calls import CallFacts
 from headwater.api.config import ApiConfig
 from headwater.api.conversing import Conversing
@@ -49,6 +50,7 @@ class ChatDialect:
     conversing: Conversing
     config: ApiConfig
     decoder: BodyDecoder[ChatBody]
+    name: str = field(default="chat", init=False)
     id_prefix: str = field(default="chatcmpl-", init=False)
     keepalive_frame: bytes = field(default=COMMENT_FRAME, init=False)
 
@@ -74,8 +76,12 @@ class ChatDialect:
             max_name=max_name,
             max_tokens=max_tokens,
             num_logprobs=num_logprobs,
-            prompts=lambda: (self.conversing.encode(spoken).tokens,),
+            has_tools=bool(fields.tools),
+            prompts=lambda: (self.conversing.encode(spoken),),
         )
+        explainer = None
+        if ask.cache.wants_report:
+            explainer = self.conversing.explainer(spoken, ask.prompts[0])
         return ChatCall(
             conversing=self.conversing,
             conversation=spoken.conversation,
@@ -84,6 +90,7 @@ class ChatDialect:
             ask=replace(ask, constraint=self.conversing.constraint(spoken)),
             stream=bool(fields.stream),
             include_usage=include_usage(fields),
+            explainer=explainer,
         )
 
     def error_response(self, failure: Failure) -> Response:
@@ -101,12 +108,13 @@ class ChatCall:
     ask: Ask
     stream: bool
     include_usage: bool
+    explainer: HitExplainer | None  # None: the caller did not ask for the hit
 
     def open_output(self, position: int) -> OutputStream:
         return self.conversing.open_output(
             self.conversation,
             stop_strings=self.ask.stop_strings,
-            previous_id=self.ask.prompts[position][-1],
+            previous_id=self.ask.prompts[position].tokens[-1],
             list_tokens=self._wants_logprobs,
         )
 
@@ -118,12 +126,18 @@ class ChatCall:
         calling: set[int] = set()
         async with aclosing(generation.events()) as events:
             async for event in events:
-                chunks = self._chunks(event, calling, first=event.choice not in begun)
+                delta = event.delta
+                is_first = event.choice not in begun
+                # What hit comes long before the first token; clients take the first chunk for it.
+                if is_first and not delta.num_tokens and delta.finish is None:
+                    continue
+                chunks = self._chunks(event, calling, first=is_first)
                 begun.add(event.choice)
                 if chunks:
                     yield b"".join(chunks)
-        if self.include_usage:
-            yield self._frame([], wire.usage_wire(generation.usage))
+        if self.include_usage or self.explainer is not None:
+            usage = wire.usage_wire(generation.usage)
+            yield self._frame([], usage, self._cache(generation))
         yield wire.DONE_FRAME
 
     async def whole(self, generation: Generation) -> bytes:
@@ -141,8 +155,14 @@ class ChatCall:
                     for index, parts in sorted(deltas.items())
                 ],
                 usage=wire.usage_wire(generation.usage),
+                cache=self._cache(generation),
             )
         )
+
+    def _cache(self, generation: Generation) -> CacheWire | UnsetType | None:
+        if self.explainer is None:
+            return UNSET
+        return self.explainer.explain(generation.reports.get(0))
 
     def _choice(self, index: int, all_of_it: OutputDelta) -> wire.ChatChoice:
         turn = segments(all_of_it.parts)
@@ -199,7 +219,10 @@ class ChatCall:
         return chunks
 
     def _frame(
-        self, choices: list[wire.ChatChunkChoice], usage: wire.UsageWire | None = None
+        self,
+        choices: list[wire.ChatChunkChoice],
+        usage: wire.UsageWire | None = None,
+        cache: CacheWire | UnsetType | None = UNSET,
     ) -> bytes:
         return wire.frame(
             wire.ChatChunk(
@@ -209,6 +232,7 @@ class ChatCall:
                 choices=choices,
                 # Asked for: null in every chunk but the last. Not asked for: no field at all.
                 usage=usage if self.include_usage else UNSET,
+                cache=cache,
             )
         )
 

@@ -11,11 +11,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from headwater.api import ranges
 from headwater.api.admission import Ask
+from headwater.api.cache_report import CacheWire, HitExplainer
 from headwater.api.calls import CallFacts
 from headwater.api.config import ApiConfig
 from headwater.api.decode import BodyDecoder, UnknownNames, unsupported
@@ -34,7 +35,7 @@ from headwater.api.stream import COMMENT_FRAME
 from headwater.core.errors import InvalidRequest
 from headwater.core.request import FinishReason, PromptReport
 from headwater.recipe.output import OutputStream, OutputToken, describe_prompt
-from headwater.recipe.recipe import Recipe
+from headwater.recipe.recipe import EncodedPrompt, Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class CompletionDialect:
     recipe: Recipe
     config: ApiConfig
     decoder: BodyDecoder[CompletionBody]
+    name: str = field(default="completions", init=False)
     id_prefix: str = field(default="cmpl-", init=False)
     keepalive_frame: bytes = field(default=COMMENT_FRAME, init=False)
 
@@ -62,7 +64,7 @@ class CompletionDialect:
         num_logprobs = None
         if fields.logprobs is not None:
             num_logprobs = ranges.integer("logprobs", fields.logprobs, 0, 0, MAX_TOP_LOGPROBS)
-        prompts = _prompts(fields)
+        prompts = prompt_list(fields)
         ranges.count("prompt", len(prompts), self.config.max_choices, "prompts")
         ranges.count("n", len(prompts) * (fields.n or 1), self.config.max_choices, "prompts x n")
         ask = build_ask(
@@ -76,6 +78,9 @@ class CompletionDialect:
             num_prompt_logprobs=num_logprobs if fields.echo else None,
             prompts=lambda: tuple(self._encode(prompt) for prompt in prompts),
         )
+        explainer = None
+        if ask.cache.wants_report:
+            explainer = HitExplainer(self.recipe.tokenizer, ask.prompts)
         return CompletionCall(
             recipe=self.recipe,
             facts=facts,
@@ -83,16 +88,17 @@ class CompletionDialect:
             ask=ask,
             stream=bool(fields.stream),
             include_usage=include_usage(fields),
+            explainer=explainer,
             echoes=tuple(self._echo(prompt) for prompt in prompts) if fields.echo else None,
         )
 
     def error_response(self, failure: Failure) -> Response:
         return error_response(failure)
 
-    def _encode(self, prompt: str | list[int]) -> tuple[int, ...]:
+    def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return self.recipe.encode_completion(prompt).tokens
-        return self.recipe.encode_ids(prompt).tokens
+            return self.recipe.encode_completion(prompt)
+        return self.recipe.encode_ids(prompt)
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.recipe.decode(prompt)
@@ -111,13 +117,15 @@ class CompletionCall:
     ask: Ask
     stream: bool
     include_usage: bool
+    explainer: HitExplainer | None  # None: the caller did not ask for the hits
     echoes: tuple[str, ...] | None
+    conversation: None = field(default=None, init=False)
 
     def open_output(self, position: int) -> OutputStream:
         return OutputStream(
             self.recipe.tokenizer,
             stop_strings=self.ask.stop_strings,
-            previous_id=self.ask.prompts[position][-1],
+            previous_id=self.ask.prompts[position].tokens[-1],
             text_offset=len(self.echoes[position]) if self.echoes else 0,
             list_tokens=self._wants_logprobs,
         )
@@ -131,8 +139,10 @@ class CompletionCall:
                 part = self._part(event)
                 if part.text or part.tokens or part.finish is not None:
                     yield wire.frame(self._answer([self._choice(event.choice, part)]))
-        if self.include_usage:
-            yield wire.frame(self._answer([], wire.usage_wire(generation.usage)))
+        if self.include_usage or self.explainer is not None:
+            last = self._answer([], wire.usage_wire(generation.usage))
+            last.cache = self._caches(generation)
+            yield wire.frame(last)
         yield wire.DONE_FRAME
 
     async def whole(self, generation: Generation) -> bytes:
@@ -143,7 +153,17 @@ class CompletionCall:
         choices = [self._choice(index, _joined(own)) for index, own in sorted(parts.items())]
         answer = self._answer(choices)
         answer.usage = wire.usage_wire(generation.usage)
+        answer.cache = self._caches(generation)
         return wire.encode(answer)
+
+    def _caches(self, generation: Generation) -> list[CacheWire | None] | UnsetType:
+        """One entry for each prompt, in order."""
+        if self.explainer is None:
+            return UNSET
+        return [
+            self.explainer.explain(generation.reports.get(position), position)
+            for position in range(len(self.ask.prompts))
+        ]
 
     def _part(self, event: ChoiceEvent) -> _Part:
         """The event's own text and tokens, after the echo if it is the choice's first."""
@@ -158,7 +178,7 @@ class CompletionCall:
     def _echo_tokens(self, position: int, report: PromptReport) -> tuple[OutputToken, ...]:
         if not self._wants_logprobs:
             return ()
-        prompt = self.ask.prompts[position]
+        prompt = self.ask.prompts[position].tokens
         return describe_prompt(self.recipe.tokenizer, prompt, report.logprobs)
 
     def _choice(self, index: int, part: _Part) -> wire.CompletionChoice:
@@ -218,7 +238,7 @@ def _logprobs(tokens: Sequence[OutputToken]) -> wire.CompletionLogprobs:
     )
 
 
-def _prompts(body: CompletionBody) -> list[str | list[int]]:
+def prompt_list(body: CompletionBody) -> list[str | list[int]]:
     """All four forms of ``prompt`` as a list: text, texts, ids, lists of ids."""
     prompt = body.prompt
     if isinstance(prompt, str):

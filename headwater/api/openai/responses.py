@@ -9,11 +9,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from starlette.responses import Response
 
 from headwater.api import ranges
 from headwater.api.admission import Ask
+from headwater.api.cache_report import CacheWire, HitExplainer
+from headwater.api.caching import cache_ask
 from headwater.api.calls import CallFacts
 from headwater.api.config import ApiConfig
 from headwater.api.conversing import Conversing
@@ -53,6 +56,7 @@ class ResponsesDialect:
     config: ApiConfig
     decoder: BodyDecoder[ResponsesBody]
     unknown: UnknownNames
+    name: str = field(default="responses", init=False)
     id_prefix: str = field(default="resp_", init=False)
     keepalive_frame: bytes = field(default=COMMENT_FRAME, init=False)
 
@@ -85,9 +89,15 @@ class ResponsesDialect:
         offered = offered_tools(fields.tools or (), strict=self.config.strict)
         for kind in offered.left_out:
             self.unknown.note(f"tools.{kind}")
+        caching = cache_ask(
+            fields,
+            has_tools=bool(fields.tools),
+            prompt_cache_retention=fields.prompt_cache_retention,
+        )
         spoken = responses_conversation(fields, offered, self.config)
+        prompt = self.conversing.encode(spoken)
         ask = Ask(
-            prompts=(self.conversing.encode(spoken).tokens,),
+            prompts=(prompt,),
             prompt_param="input",
             sampling=SamplingParams(temperature=temperature, top_p=top_p),
             seed=None,
@@ -98,6 +108,7 @@ class ResponsesDialect:
             stop_token_ids=frozenset(),
             ignore_end=False,
             constraint=self.conversing.constraint(spoken),
+            cache=caching,
         )
         opening = wire.ResponseWire(
             id=facts.call_id,
@@ -125,6 +136,7 @@ class ResponsesDialect:
             ask=ask,
             stream=bool(fields.stream),
             opening=opening,
+            explainer=self.conversing.explainer(spoken, prompt) if caching.wants_report else None,
             writer=ItemWriter(
                 facts.call_id.removeprefix(self.id_prefix),
                 as_summary=summary is not None,
@@ -145,13 +157,14 @@ class ResponsesCall:
     ask: Ask
     stream: bool
     opening: wire.ResponseWire
+    explainer: HitExplainer | None  # None: the caller did not ask for the hit
     writer: ItemWriter
 
     def open_output(self, position: int) -> OutputStream:
         return self.conversing.open_output(
             self.conversation,
             stop_strings=self.ask.stop_strings,
-            previous_id=self.ask.prompts[position][-1],
+            previous_id=self.ask.prompts[position].tokens[-1],
         )
 
     def error_frame(self, failure: Failure) -> bytes:
@@ -191,8 +204,12 @@ class ResponsesCall:
 
     def _answer(self, finish: FinishReason | None, generation: Generation) -> wire.ResponseWire:
         is_cut = finish is FinishReason.LENGTH
+        cache: CacheWire | UnsetType | None = UNSET
+        if self.explainer is not None:
+            cache = self.explainer.explain(generation.reports.get(0))
         return replace(
             self.opening,
+            cache=cache,
             status="incomplete" if is_cut else "completed",
             incomplete_details=wire.IncompleteDetails() if is_cut else None,
             output=list(self.writer.items),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headwater.api.caching import CacheFields
 from headwater.api.decode import NULL, FieldTable
 
 
@@ -66,7 +67,7 @@ class Reasoning(msgspec.Struct):
     generate_summary: str | None = None  # its older name
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
+class ResponsesBody(CacheFields, kw_only=True):
     input: str | list[InputItem]
     model: str | None = None
     instructions: str | None = None
@@ -81,6 +82,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
+    prompt_cache_retention: str | None = None
 
 
 # What may be asked to be included: reasoning comes in the clear, so there is nothing
@@ -118,7 +120,6 @@ RESPONSES_TABLE = FieldTable(
             "user",
             "safety_identifier",
             "prompt_cache_key",
-            "prompt_cache_retention",
             "prompt_cache_options",
             "service_tier",
             "max_tool_calls",  # counts calls that a server runs; there are none

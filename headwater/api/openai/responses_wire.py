@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from headwater.api.cache_report import CacheWire
 from headwater.api.openai.responses_bodies import TextConfig, ToolBody, ToolChoiceBody
 from headwater.core.request import Usage
 
@@ -115,6 +116,7 @@ class ResponseWire(msgspec.Struct, kw_only=True):
     tool_choice: str | ToolChoiceBody
     tools: Sequence[ToolBody]
     top_p: float
+    cache: CacheWire | msgspec.UnsetType | None = msgspec.UNSET
     object: Literal["response"] = "response"
     background: Literal[False] = False
     previous_response_id: None = None

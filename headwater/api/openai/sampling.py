@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 from headwater.api import ranges
 from headwater.api.admission import Ask
+from headwater.api.caching import cache_ask
 from headwater.api.config import ApiConfig
 from headwater.api.openai.bodies import CommonBody
 from headwater.core.errors import InvalidRequest
 from headwater.core.request import ModelInfo, SamplingParams
+from headwater.recipe.recipe import EncodedPrompt
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_IDS = 256
@@ -27,11 +29,12 @@ def build_ask(
     config: ApiConfig,
     *,
     prompt_param: str,
-    prompts: Callable[[], tuple[tuple[int, ...], ...]],
+    prompts: Callable[[], tuple[EncodedPrompt, ...]],
     max_name: str,
     max_tokens: int | None,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None = None,
+    has_tools: bool = False,
 ) -> Ask:
     """Everything that both routes share. ``prompts`` tokenises, after all else was checked.
 
@@ -52,6 +55,9 @@ def build_ask(
         stop_token_ids=_stop_token_ids(body, info),
         ignore_end=bool(body.ignore_eos),
         num_prompt_logprobs=num_prompt_logprobs,
+        cache=cache_ask(
+            body, has_tools=has_tools, prompt_cache_retention=body.prompt_cache_retention
+        ),
         prompt_param=prompt_param,
         prompts=prompts(),
     )

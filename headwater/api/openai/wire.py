@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headwater.api.cache_report import CacheWire
 from headwater.core.request import FinishReason, Usage
 
 DONE_FRAME = b"data: [DONE]\n\n"
@@ -95,6 +96,7 @@ class ChatAnswer(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: UsageWire
+    cache: CacheWire | UnsetType | None = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -118,6 +120,7 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageWire | UnsetType | None = UNSET
+    cache: CacheWire | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -138,13 +141,14 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionAnswer(msgspec.Struct):
-    """Whole answers and chunks have one shape; only ``usage`` differs."""
+    """Whole answers and chunks have one shape; only ``usage`` differs. ``cache``: by prompt."""
 
     id: str
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: UsageWire | UnsetType | None = UNSET
+    cache: list[CacheWire | None] | UnsetType = UNSET
     object: Literal["text_completion"] = "text_completion"
 
 
