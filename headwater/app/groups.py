@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from headwater.app.options import Option
 
 MIB = 2**20
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,11 @@ class ServerSettings:
         ),
     ] = ()
     api_key_file: Annotated[
-        Path | None, Option(help="File with one API key a line; # starts a comment line.")
+        Path | None,
+        Option(
+            help="File with one API key a line, after it what it allows (name=, cache=, "
+            "cache_max_days=); # starts a comment line."
+        ),
     ] = None
     allowed_hosts: Annotated[
         tuple[str, ...],
@@ -78,6 +83,15 @@ class ServerSettings:
     access_log: Annotated[
         bool, Option(help="One line per HTTP request: method, path, status, seconds.")
     ] = True
+    record_requests: Annotated[
+        Path | None,
+        Option(
+            help="File that takes a line for each prompt: what it was made of as keyed digests, "
+            "no text, for `headwater cache advise`. At most 128MiB with FILE.1; FILE.key is "
+            "beside it.",
+            none_means="nothing is recorded",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +164,12 @@ class EngineSettings:
 
     threads: Annotated[
         int | None,
-        Option(help="CPU threads of a worker.", low=1, high=1024, none_means="all usable cores"),
+        Option(
+            help="CPU threads of a worker.",
+            low=1,
+            high=1024,
+            none_means="the usable cores, divided by the workers of the machine",
+        ),
     ] = None
     block_tokens: Annotated[
         int, Option(help="Tokens in a KV block, a power of two.", low=8, high=512)
@@ -173,15 +192,80 @@ class EngineSettings:
     max_step_tokens: Annotated[
         int, Option(help="Tokens computed in one step, prefill and decode.", low=16, high=2**20)
     ] = 2048
+    step_budget_ms: Annotated[
+        float | None,
+        Option(
+            help="Milliseconds that a step may take, so how long running streams wait for their "
+            "next tokens: a step takes as many prompt tokens as are predicted to fit. A sequence "
+            "that is alone on its worker has no such limit.",
+            low=1,
+            high=600_000,
+            none_means="only the limits on tokens",
+        ),
+    ] = 150.0
     max_mixed_prefill_tokens: Annotated[
         int,
         Option(
-            help="Prefill tokens in a step that also decodes: more speeds prefill up and slows "
-            "the running streams.",
+            help="Prefill tokens in a step that also decodes, where there is no step budget: more "
+            "speeds prefill up and slows the running streams.",
             low=1,
             high=2**20,
         ),
     ] = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    """KV kept beyond the device: on disk for days, and in host memory."""
+
+    cache_dir: Annotated[
+        Path | None,
+        Option(
+            help="Folder of the disk tier, made with mode 0700. Servers on one machine may share "
+            "it; none keeps nothing on disk.",
+            none_means="no disk tier",
+        ),
+    ] = Path("~/.cache/headwater/kv")
+    cache_max_bytes: Annotated[
+        int | None,
+        Option(
+            help="Hard cap on all files in cache_dir, of all servers that share it. Refused at "
+            "the start where the disk has not so much to spare.",
+            low=16 * MIB,
+            none_means="16GiB, or half of what the disk has to spare where that is less",
+        ),
+    ] = None
+    cache_reserve_bytes: Annotated[
+        int,
+        Option(help="Free space on that disk that is never used: writing stops there.", low=0),
+    ] = GIB
+    host_cache_bytes: Annotated[
+        int | None,
+        Option(
+            help="Host memory for KV that the device has no room for; 0: none.",
+            low=0,
+            none_means="4GiB beside an accelerator, 0 where the device is the host",
+        ),
+    ] = None
+    cache_agent_days: Annotated[
+        float,
+        Option(
+            help="Days since its last use that KV of requests with tools is kept.",
+            low=0,
+            high=3650,
+        ),
+    ] = 3.0
+    cache_chat_days: Annotated[
+        float, Option(help="The same for all other requests.", low=0, high=3650)
+    ] = 7.0
+    window_kv: Annotated[
+        Literal["checkpoint", "replay"],
+        Option(
+            help="What is kept of layers with a window. checkpoint: their last window at the end "
+            "of each input and output, so that a hit gives the ids of a cold run. replay: nothing; "
+            "the last window of a hit is computed again, which is near but not equal."
+        ),
+    ] = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +286,24 @@ class RouterSettings:
             high=86400,
         ),
     ] = 60.0
+    lost_after_s: Annotated[
+        float,
+        Option(
+            help="The same, and where others can go on with its requests the worker is replaced; "
+            "never before stuck_after_s.",
+            low=0.1,
+            high=86400,
+        ),
+    ] = 60.0
+    max_queue_s: Annotated[
+        float | None,
+        Option(
+            help="Predicted seconds of the prompts in the queue, for each worker; over it: 429.",
+            low=0.1,
+            high=86400,
+            none_means="no limit",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,3 +320,67 @@ class WorkerSettings:
     restart_backoff_max_s: Annotated[
         float, Option(help="The longest pause between restarts.", low=0.01, high=86400)
     ] = 30.0
+    handoff_listen: Annotated[
+        str | None,
+        Option(
+            help="HOST:PORT where a decode worker takes KV from prefill workers on other "
+            "machines, as they reach it; port 0 takes a free one.",
+            none_means="on loopback: from this machine only",
+        ),
+    ] = None
+    machine_workers: Annotated[
+        int,
+        Option(
+            help="Workers on this machine that share its cores and memory: what is not set is "
+            "divided by it. serve says it to those that it starts.",
+            low=1,
+            high=1024,
+        ),
+    ] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """Which workers there are, and who may join."""
+
+    both: Annotated[
+        int | None,
+        Option(
+            help="Workers that compute prompts and outputs, under one step budget.",
+            low=0,
+            high=1024,
+            none_means="1, or 0 beside prefill and decode workers",
+        ),
+    ] = None
+    prefill: Annotated[int, Option(help="Workers that only compute prompts.", low=0, high=1024)] = 0
+    decode: Annotated[
+        int,
+        Option(help="Workers that take a prompt's KV and produce the output.", low=0, high=1024),
+    ] = 0
+    elastic: Annotated[
+        bool,
+        Option(help="Let idle workers that can do both act as one kind while the traffic asks."),
+    ] = False
+    control_listen: Annotated[
+        str | None,
+        Option(
+            help="PORT (on loopback) or HOST:PORT where workers started with `headwater worker` "
+            "may join. Needs secret_file.",
+            none_means="nobody may join",
+        ),
+    ] = None
+    secret_file: Annotated[
+        Path | None,
+        Option(
+            help="File with a secret of at least 32 characters that the front and workers on "
+            "other machines share; nobody else may be able to read it."
+        ),
+    ] = None
+    joined_silent_s: Annotated[
+        float,
+        Option(
+            help="A joined worker, or its front, that has been silent this long is lost.",
+            low=2,
+            high=3600,
+        ),
+    ] = 10.0

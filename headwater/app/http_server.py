@@ -1,15 +1,12 @@
-"""uvicorn, told what to serve and when to end.
+"""uvicorn, told what to serve. When to end is not its business.
 
-Its own signal handlers raise the signal again when the server is done, which
-would end this process before its worker. Here the signals only ask the server
-to stop; ``launch`` then ends everything in order.
+Its own signal handlers would end this process before its workers, and would close the
+door while the server drains. ``launch`` acts on signals and ends everything in order.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import signal
 from collections.abc import Iterator
 
 import uvicorn
@@ -17,9 +14,12 @@ import uvicorn
 from headwater.api.gate import Gate
 from headwater.app.groups import ServerSettings
 
+# For last bytes to slow readers: when the server ends there is nothing else left to send.
+LAST_BYTES_S = 5
+
 
 class HttpServer(uvicorn.Server):
-    """Ends on :meth:`stop`: gently the first time, at once the second."""
+    """Ends after :meth:`stop`."""
 
     def __init__(self, gate: Gate, settings: ServerSettings) -> None:
         super().__init__(
@@ -30,18 +30,15 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 lifespan="off",
                 timeout_keep_alive=settings.idle_connection_s,
-                timeout_graceful_shutdown=round(settings.drain_s),
+                timeout_graceful_shutdown=LAST_BYTES_S,
             )
         )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.stop)
         yield
 
-    def stop(self) -> None:
-        """Finish what runs, up to ``server.drain_s``; called again: end now."""
-        self.force_exit = self.should_exit
+    def stop(self, *, at_once: bool = False) -> None:
+        """Close the door. Answers that are being written may finish, unless ``at_once``."""
         self.should_exit = True
+        self.force_exit |= at_once

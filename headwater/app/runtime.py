@@ -12,6 +12,7 @@ import time
 EXIT_OK = 0
 EXIT_FAILED = 2
 EXIT_FRONT_GONE = 3
+EXIT_HURRIED = 130  # a second signal did not wait for the orderly end
 
 
 class MonotonicClock:

@@ -17,8 +17,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from headwater.app.fleet_plan import (
+    plan_endpoint,
+    plan_handoff_endpoint,
+    plan_roles,
+    share_threads,
+)
 from headwater.app.groups import (
+    CacheSettings,
     EngineSettings,
+    FleetSettings,
     ModelSettings,
     RecipeSettings,
     RouterSettings,
@@ -35,6 +43,7 @@ from headwater.app.options import (
     settings_of,
 )
 from headwater.core.errors import ConfigError
+from headwater.core.fleet import Role
 
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
 
@@ -58,8 +67,10 @@ class Settings:
     model: ModelSettings = field(default_factory=ModelSettings)
     recipe: RecipeSettings = field(default_factory=RecipeSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
     router: RouterSettings = field(default_factory=RouterSettings)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
+    fleet: FleetSettings = field(default_factory=FleetSettings)
     # By setting name; a name that is absent has its default.
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
@@ -76,16 +87,21 @@ GROUPS: tuple[tuple[str, type], ...] = (
     ("model", ModelSettings),
     ("recipe", RecipeSettings),
     ("engine", EngineSettings),
+    ("cache", CacheSettings),
     ("router", RouterSettings),
     ("worker", WorkerSettings),
+    ("fleet", FleetSettings),
 )
 SETTINGS: tuple[Setting, ...] = tuple(
     setting for group, group_type in GROUPS for setting in settings_of(group, group_type)
 )
 
 
-# What a worker process is given: whole groups, and one setting of another.
-WORKER_SETTINGS = ("model", "engine", "worker", "server.log_level")
+# What a worker process is given: whole groups, and some settings of others.
+WORKER_SETTINGS = (
+    "model", "engine", "cache", "worker", "fleet.elastic", "fleet.secret_file",
+    "fleet.joined_silent_s", "server.log_level",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +124,24 @@ def _thread_variables(num_threads: int) -> dict[str, str]:
     }
 
 
+def cache_folder(settings: Settings) -> Path | None:
+    """Where the disk tier is; None: nowhere. The default is in the user's cache folder, which
+    ``XDG_CACHE_HOME`` may have moved. A worker process has the same environment, so the same."""
+    folder = settings.cache.cache_dir
+    if folder is None or folder != CacheSettings().cache_dir:
+        return folder
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if Path(base).is_absolute():
+        return Path(base, *folder.parts[2:])  # less ~/.cache
+    return folder.expanduser()
+
+
+def is_default_cache(settings: Settings) -> bool:
+    """Whether nobody chose where the disk tier is or how large: then it may be left out."""
+    cache, default = settings.cache, CacheSettings()
+    return (cache.cache_dir, cache.cache_max_bytes) == (default.cache_dir, default.cache_max_bytes)
+
+
 def set_thread_environment(num_threads: int) -> None:
     """Set up OpenMP threads of this process; call it before torch is imported, which reads it.
 
@@ -117,14 +151,33 @@ def set_thread_environment(num_threads: int) -> None:
         os.environ.setdefault(name, value)
 
 
-def worker_environment(num_threads: int | None) -> dict[str, str]:
-    """The environment of a worker process with ``num_threads`` (None: all usable cores).
+def local_roles(settings: Settings) -> tuple[Role, ...]:
+    """Of the workers that ``serve`` starts. Raises ConfigError for a fleet that cannot serve."""
+    fleet = settings.fleet
+    may_join = fleet.control_listen is not None
+    return plan_roles(fleet.both, fleet.prefill, fleet.decode, may_join=may_join)
+
+
+def worker_settings(settings: Settings) -> Settings:
+    """Settings of each worker that ``serve`` starts: it shares the machine with the others."""
+    num_workers = max(len(local_roles(settings)), settings.worker.machine_workers)
+    return replace(settings, worker=replace(settings.worker, machine_workers=num_workers))
+
+
+def worker_threads(settings: Settings) -> int:
+    """CPU threads of one worker."""
+    chosen = settings.engine.threads
+    return chosen or share_threads(usable_cores(), settings.worker.machine_workers)
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """The environment of a worker process with ``num_threads``.
 
     Holds none of our ``HEADWATER_*``: a worker gets its settings as flags, checked
     once, here. Values that this process's environment has are kept.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-    return {**_thread_variables(num_threads or usable_cores()), **kept}
+    return {**_thread_variables(num_threads), **kept}
 
 
 def load_settings(
@@ -147,8 +200,10 @@ def load_settings(
         model=_build(ModelSettings(), "model", given),
         recipe=_build(RecipeSettings(), "recipe", given),
         engine=_build(EngineSettings(), "engine", given),
+        cache=_build(CacheSettings(), "cache", given),
         router=_build(RouterSettings(), "router", given),
         worker=_build(WorkerSettings(), "worker", given),
+        fleet=_build(FleetSettings(), "fleet", given),
         origins={name: item.origin for name, item in given.items()},
     )
     check_settings(settings)
@@ -160,9 +215,11 @@ _Group = TypeVar(
     ServerSettings,
     ModelSettings,
     EngineSettings,
+    CacheSettings,
     RecipeSettings,
     RouterSettings,
     WorkerSettings,
+    FleetSettings,
 )
 
 
@@ -250,6 +307,21 @@ def check_settings(settings: Settings) -> None:
             f"worker.restart_backoff_s ({worker.restart_backoff_s:g}) must not be more than "
             f"worker.restart_backoff_max_s ({worker.restart_backoff_max_s:g})"
         )
+
+    _check_fleet(settings)
+
+
+def _check_fleet(settings: Settings) -> None:
+    local_roles(settings)
+    plan_handoff_endpoint(settings.worker.handoff_listen)
+    fleet = settings.fleet
+    if fleet.control_listen is not None:
+        plan_endpoint(fleet.control_listen, "fleet.control_listen")
+        if fleet.secret_file is None:
+            raise ConfigError(
+                "fleet.control_listen lets workers join, but nothing tells them from strangers; "
+                "name a file with --secret-file"
+            )
 
 
 def is_loopback(host: str) -> bool:

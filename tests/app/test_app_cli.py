@@ -24,12 +24,18 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"headwater {__version__}"
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "doctor", "bench", "worker"])
+COMMANDS = (
+    "serve", "chat", "doctor", "bench", "worker", "pools", "recipe show", "cache stats",
+    "cache explain", "cache verify", "cache purge", "cache top", "cache advise", "eval replay",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_its_flags(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as leaving:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert leaving.value.code == 0
     assert f"headwater {command}" in capsys.readouterr().out
 
@@ -37,8 +43,9 @@ def test_every_command_has_help_with_its_flags(
 def test_help_loads_no_heavy_package() -> None:
     code = (
         "import sys; from headwater.app import cli\n"
-        "try: cli.main(['serve', '--help'])\n"
-        "except SystemExit: pass\n"
+        "for words in (['serve'], ['cache'], ['cache', 'stats'], ['cache', 'explain'], ['eval']):\n"
+        "    try: cli.main([*words, '--help'])\n"
+        "    except SystemExit: pass\n"
         "heavy = {'torch', 'numpy', 'numba', 'httpx', 'rich', 'starlette'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )
@@ -54,6 +61,8 @@ def test_help_loads_no_heavy_package() -> None:
         (["serve", "--port", "x"], "server.port must be a whole number"),
         (["serve", "--host", "0.0.0.0"], "no API key is set"),
         (["serve", "--kv-byte", "1"], "did you mean --kv-bytes?"),
+        (["cache", "purge", "--tenat", "x"], "did you mean --tenant?"),
+        (["cache", "advise", "log", "--jso"], "did you mean --json?"),
         (["serve", "--config", "/nowhere/x.toml"], "cannot read settings file"),
         (["chat", "--url", "nonsense", "Hi"], "--url must be like"),
         (["bench", "--requests", "0"], "num_requests must be at least 1"),

