@@ -38,6 +38,7 @@ from headwater.numerics.reference import KV_DTYPES, bytes_of
 # Rows with at most this many queries go through the paged kernel.
 FEW_QUERIES = 8
 _STORE_ELEMENTS = 8_192
+MAX_TILE_CHUNKS = MAX_CHUNKS  # of one launch of a tile kernel
 
 
 class ChunkKernel(Enum):
@@ -78,6 +79,16 @@ class CpuKV:
 
 def kv_bytes_per_token(num_kv_heads: int, head_dim: int, kv_format: KVFormat) -> int:
     return 2 * num_kv_heads * padded(head_dim, PAD_HEAD) * KV_DTYPES[kv_format].itemsize
+
+
+def _is_for_tiles(row: ChunkRow, kv: CpuKV) -> bool:
+    """Whether the tile kernels' work fits into one launch each: a piece for every tile row of
+    keys, and one for every tile row of queries and key head."""
+    num_tiles = -(-(row.end_token - row.first_token) // cpu_amx.TILE_ROWS) + 1
+    return (
+        row.context <= MAX_TILE_CHUNKS * cpu_amx.TILE_DEPTH
+        and num_tiles * kv.num_kv_heads <= MAX_TILE_CHUNKS
+    )
 
 
 class PagedAttention:
@@ -208,7 +219,10 @@ class PagedAttention:
         match kv.chunk_kernel:
             case ChunkKernel.TILES:
                 for row in rows:
-                    self._attend_tiles(q, kv, row, window, scale, out)
+                    if _is_for_tiles(row, kv):
+                        self._attend_tiles(q, kv, row, window, scale, out)
+                    else:
+                        self._attend_vectors(q, kv, [row], window, scale, out)
             case ChunkKernel.VECTORS:
                 self._attend_vectors(q, kv, rows, window, scale, out)
             case ChunkKernel.GATHER:

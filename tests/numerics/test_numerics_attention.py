@@ -258,6 +258,25 @@ def test_a_plan_has_all_items_and_no_more_chunks_than_a_call_may(
     assert (plan.num_partials > 0) == (num_parts > num_items)
 
 
+@pytest.mark.parametrize("limit", [4, 8])
+def test_tiles_leave_what_one_launch_cannot_hold_to_the_vectors(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context of 131,040 tokens in small: keys in the first case, queries in the second."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("more pieces than a launch counts")
+
+    rows = [(20, 300)] if limit == 4 else [(100, 128)]
+    monkeypatch.setattr("headwater.numerics.cpu_kv.MAX_TILE_CHUNKS", limit)
+    monkeypatch.setattr("headwater.numerics.cpu_kv.PagedAttention._attend_tiles", forbidden)
+    generator = torch.Generator().manual_seed(limit)
+    sequences = Sequences(
+        case_of(rows, 32, generator), generator, num_kv_heads=2, head_dim=64, block_tokens=32
+    )
+    check(fast_ops("tiles"), sequences, generator, 3, KVFormat.BF16)
+
+
 def test_few_queries_of_a_long_context_are_work_for_every_thread() -> None:
     one = chunk_rows([(9, 100_000)], NO_WINDOW)
     assert plan_chunks(one, 1, 1, NO_WINDOW, 64).num_chunks >= 64
