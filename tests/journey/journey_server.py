@@ -117,8 +117,14 @@ def start(folder: Path, *flags: str) -> Served:
             stdout=out,
             stderr=out,
             start_new_session=True,  # a group of its own, as a terminal or service manager makes
-            # The hub is out of reach in every test, also where there is a network.
-            env=os.environ | {"TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
+            # The hub is out of reach in every test, also where there is a network. The disk
+            # tier is the folder's own: a server started in it again finds what was kept.
+            env=os.environ
+            | {
+                "TMPDIR": str(folder),
+                "HF_HUB_OFFLINE": "1",
+                "XDG_CACHE_HOME": str(folder / "cache"),
+            },
         )
     return Served(port, process, log)
 
@@ -145,5 +151,5 @@ def is_ready(served: Served) -> bool:
     assert served.process.poll() is None, served.log.read_text()
     try:
         return served.get("/health/ready")[0] == 200
-    except (urllib.error.URLError, ConnectionError):
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False

@@ -19,7 +19,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from openai.types.shared_params import ResponseFormatJSONSchema
 
 from headwater.app.assemble import WorkerParts, build_worker
-from headwater.app.groups import EngineSettings, ModelSettings
+from headwater.app.groups import CacheSettings, EngineSettings, ModelSettings
 from headwater.app.settings import Settings
 from headwater.core.constraint import Constraint
 from headwater.core.request import (
@@ -58,6 +58,7 @@ def build(*, num_blocks: int = 256, context_tokens: int = 1024) -> WorkerParts:
             threads=1, block_tokens=16, num_blocks=num_blocks, max_running=32,
             max_step_tokens=512, max_mixed_prefill_tokens=128,
         ),
+        cache=CacheSettings(cache_dir=None),
     )  # fmt: skip
     return build_worker(settings, Clock())
 
@@ -105,9 +106,9 @@ def run(parts: WorkerParts, requests: Sequence[Request]) -> dict[tuple[str, int]
         scheduler.submit(asked)
     outcomes: dict[tuple[str, int], Outcome] = {}
     deadline_s = time.monotonic() + LIMIT_S
-    while scheduler.has_work or scheduler.is_compiling:
+    while scheduler.has_work or scheduler.is_awaiting:
         assert time.monotonic() < deadline_s
-        outputs = scheduler.take_compiled()
+        outputs = scheduler.take_ready()
         plan = scheduler.plan()
         if plan is not None:
             outputs += scheduler.apply(plan, engine.run(plan))
@@ -190,7 +191,7 @@ def test_an_abort_in_the_middle_leaves_nothing() -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while not scheduler.load().num_decoding:
         assert time.monotonic() < deadline_s
-        scheduler.take_compiled()
+        scheduler.take_ready()
         plan = scheduler.plan()
         if plan is not None:
             scheduler.apply(plan, parts.engine.run(plan))
@@ -205,7 +206,9 @@ def test_an_abort_in_the_middle_leaves_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("constraints"), "--model=smollm2") as made:
+    with serving(
+        tmp_path_factory.mktemp("constraints"), "--model=smollm2", "--step-budget-ms=none"
+    ) as made:
         yield made
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from headwater.app.assemble import WorkerParts, build_worker
-from headwater.app.groups import EngineSettings, ModelSettings
+from headwater.app.groups import CacheSettings, EngineSettings, ModelSettings
 from headwater.app.settings import Settings
 from headwater.core.request import (
     FinishReason,
@@ -41,6 +41,7 @@ def build(
             threads=1, block_tokens=16, num_blocks=num_blocks, max_running=32,
             max_step_tokens=max_step_tokens, max_mixed_prefill_tokens=max_mixed_prefill_tokens,
         ),
+        cache=CacheSettings(cache_dir=None),
     )  # fmt: skip
     return build_worker(settings, Clock())
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from headwater.app.assemble import WorkerParts, build_worker
-from headwater.app.groups import EngineSettings, ModelSettings
+from headwater.app.groups import CacheSettings, EngineSettings, ModelSettings
 from headwater.app.processes import ThreadLauncher
 from headwater.app.settings import Settings
 from headwater.core.errors import PromptTooLong, WorkerLost
@@ -34,6 +34,7 @@ def build() -> WorkerParts:
     settings = Settings(
         model=ModelSettings(model="toy", numerics="reference", context_tokens=512),
         engine=EngineSettings(threads=1, block_tokens=16, num_blocks=64),
+        cache=CacheSettings(cache_dir=None),
     )
     return build_worker(settings, Clock())
 

@@ -16,7 +16,9 @@ QUESTION = "What is the capital of Japan?"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("smollm2"), "--model=smollm2") as made:
+    with serving(
+        tmp_path_factory.mktemp("smollm2"), "--model=smollm2", "--step-budget-ms=none"
+    ) as made:
         yield made
 
 

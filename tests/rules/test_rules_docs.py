@@ -24,7 +24,7 @@ LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADWATER_COMMAND = re.compile(
     r"(?:\.venv/bin/headwater|headwater|python3 run\.py) "
-    r"(?P<rest>(?:serve|chat|doctor|bench|recipe)\b.*)"
+    r"(?P<rest>(?:serve|chat|doctor|bench|recipe|cache|eval|pools|worker)\b.*)"
 )
 
 
