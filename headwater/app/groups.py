@@ -197,7 +197,7 @@ class EngineSettings:
         Option(
             help="Milliseconds that a step may take, so how long running streams wait for their "
             "next tokens: a step takes as many prompt tokens as are predicted to fit. A sequence "
-            "that is alone on its worker has no such limit.",
+            "that is alone on its worker has five times as long.",
             low=1,
             high=600_000,
             none_means="only the limits on tokens",

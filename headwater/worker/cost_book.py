@@ -26,6 +26,8 @@ from headwater.worker.cost_profile import Observation
 
 TOLERANCE = 1.25  # up to so many times of its budget, a step has kept it
 KEPT_SHARE = 0.97  # of the steps that compute prompts are to keep it
+# Of a sequence that is alone on its worker; who comes meanwhile waits for one such step.
+LONE_BUDGETS = 5
 NUM_ERRORS = 128  # steps that the exported error is of
 NUM_RATIOS = 64  # steps with prompts that the margin is of
 MIN_RATIOS = 16
@@ -48,7 +50,7 @@ class CostBook:
         self._last: tuple[StepPlan, StepShape] | None = None  # of ``predict_s``, for ``note``
         self._num_budgeted = 0
         self._num_within = 0
-        self._is_unbound = False  # the step that was planned last
+        self._is_lone = False  # the step that was planned last
 
     @property
     def cost(self) -> StepCost | None:
@@ -71,7 +73,7 @@ class CostBook:
         last = self._last
         shape = last[1] if last is not None and last[0] is plan else self._shape(plan.rows)
         self._fit.note(shape, seconds)
-        if self._budget_s is not None and not self._is_unbound:
+        if self._budget_s is not None and not self._is_lone:
             self._num_budgeted += 1
             self._num_within += seconds <= TOLERANCE * self._budget_s
         if predicted_s > 0:
@@ -81,15 +83,15 @@ class CostBook:
                 self._ratios.append(ratio)
 
     def time_left(self, rows: Sequence[StepRow], *, is_alone: bool = False) -> StepTime | None:
-        """What a step with ``rows`` may give to prompts. None: there is no limit, as for a
-        sequence that ``is_alone``: nobody waits for its steps, and larger ones are cheaper."""
+        """What a step with ``rows`` may give to prompts. None: there is no limit. One that
+        ``is_alone`` has several budgets a step: nobody waits yet, and larger ones are cheaper."""
         cost = self.cost
-        self._is_unbound = is_alone
-        if self._budget_s is None or cost is None or is_alone:
+        self._is_lone = is_alone
+        if self._budget_s is None or cost is None:
             return None
         return StepTime(
             cost=cost,
-            budget_s=self._budget_s / self._margin(),
+            budget_s=self._budget_s * (LONE_BUDGETS if is_alone else 1) / self._margin(),
             window_tokens=self._window_tokens,
             used=self._shape(rows),
         )

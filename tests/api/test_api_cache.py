@@ -15,6 +15,7 @@ from api_server import (
     MODEL_ID,
     Script,
     Served,
+    error_of,
     say,
     say_with_hit,
     serving,
@@ -332,3 +333,19 @@ def test_the_recorder_gets_each_prompt_with_its_namespace_and_no_answer_waits(
     assert {record.model for record in records} == {MODEL_ID}
     assert [bool(record.messages) for record in records] == [True] * 4 + [False] * 2
     assert MARKER.encode() not in log
+
+
+# ------------------------------------------------------------------ what KV depends on
+
+
+@pytest.mark.parametrize("dialect", ["chat", "complete"])
+@pytest.mark.parametrize("field", ["lora", "lora_name"])
+def test_c10_an_adapter_is_refused_and_never_ignored(
+    served: Served, dialect: str, field: str
+) -> None:
+    """Ignored, its prompt's KV would be kept, and hit, as the base model's."""
+    answer: httpx.Response = getattr(served, dialect)("hi", **{field: "a"})
+    error = error_of(answer)
+    assert (answer.status_code, error["param"], error["code"]) == (
+        400, field, "unsupported_parameter",
+    )  # fmt: skip

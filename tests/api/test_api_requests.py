@@ -227,22 +227,6 @@ def test_completions_refuse_by_name_too(served: Served, name: str, value: object
     assert error_of(answer)["param"] == name
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("field", ["lora", "lora_name"])
-def test_c10_an_adapter_is_refused_and_never_ignored(
-    served: Served, route: str, field: str
-) -> None:
-    """Ignored, its prompt's KV would be kept, and hit, as the base model's."""
-    asked = {"prompt": "hi"} if route == "/v1/completions" else {"messages": [USER]}
-    answer = served.post(route, {"model": MODEL_ID, **asked, field: "a"})
-    error = error_of(answer)
-    assert (answer.status_code, error["param"], error["code"]) == (
-        400,
-        field,
-        "unsupported_parameter",
-    )
-
-
 def test_fields_that_ask_for_nothing_and_nulls_are_accepted(served: Served) -> None:
     nothing: dict[str, object] = {
         "tools": [],

@@ -275,14 +275,14 @@ def test_the_loop_says_what_each_step_was_predicted_to_take_and_lets_the_book_le
     assert ratios[0] == pytest.approx(2.0, rel=0.3)
     assert sorted(ratios[20:-4])[len(ratios[20:-4]) // 2] == pytest.approx(1.0, rel=0.1)
     # Those of the one that is left at the end have no budget to keep.
-    assert 0.9 * len(timings) < done[-1].load.num_budgeted_steps <= len(timings)
+    assert 0.8 * len(timings) < done[-1].load.num_budgeted_steps <= len(timings)
 
 
-def test_a_prompt_alone_has_the_largest_steps_and_in_company_the_budget() -> None:
+def test_a_prompt_alone_has_larger_steps_and_in_company_the_budget() -> None:
     worker = Worker()
     worker.submit(make_request("long", prompt(1, 6000), 1))
     worker.step()
-    assert worker.engine.seconds[-1] > 2 * BUDGET_S, "nobody waits for it"
+    assert 2 * BUDGET_S < worker.engine.seconds[-1] <= 5 * TOLERANCE * BUDGET_S
     assert worker.scheduler.load().num_budgeted_steps == 0
     worker.submit(make_request("other", prompt(2, 3000), 1))
     while not worker.ids:
