@@ -430,9 +430,19 @@ class Standing:
         )
 
 
+LIFELINE_LIMIT_S = 15.0
+
+
 def leftovers(fleet: Fleet, shared_memory: set[str]) -> list[str]:
     """Once all was ended: processes, run folders and shared memory that are still there.
-    ``shared_memory`` is what was there before."""
+    ``shared_memory`` is what was there before.
+
+    A worker that was being started while the front ended is seen to end by itself: it has
+    to come as far as reading its lifeline.
+    """
+    end_s = time.monotonic() + LIFELINE_LIMIT_S
+    while any(is_alive(pid) for pid in fleet.seen) and time.monotonic() < end_s:
+        time.sleep(0.1)
     left = [f"process {pid}: {words_of(pid)[:6]}" for pid in fleet.seen if is_alive(pid)]
     left += [f"run folder {path}" for path in fleet.folder.glob("headwater-*")]
     marks = {"headwater", *map(str, fleet.seen)}
