@@ -191,6 +191,11 @@ class Store(Protocol):
     @property
     def is_done(self) -> bool: ...
 
+    @property
+    def failed(self) -> Sequence[RecordMove]:
+        """Once done: moves whose records did not get there. They may be tried again."""
+        ...
+
 
 class KVTiers(Protocol):
     """The tiers beyond the device, as ``worker`` uses them: nothing here waits.

@@ -47,14 +47,21 @@ class BatchStore(Protocol):
 class PendingStore:
     """``core.ports.Store``."""
 
-    def __init__(self, num_moves: int) -> None:
+    def __init__(self, num_moves: int, failed: Sequence[RecordMove] = ()) -> None:
         self._num_left = num_moves
+        self._failed = list(failed)
 
     @property
     def is_done(self) -> bool:
         return self._num_left == 0
 
-    def one_done(self) -> None:
+    @property
+    def failed(self) -> Sequence[RecordMove]:
+        return self._failed
+
+    def one_done(self, move: RecordMove, *, is_kept: bool) -> None:
+        if not is_kept:
+            self._failed.append(move)
         self._num_left -= 1
 
 
@@ -108,10 +115,10 @@ class TierWriter:
         """A queue that is full, or closed, takes nothing: then it is done at once."""
         with self._changed:
             if self._closing_until_s is not None:
-                return PendingStore(0)
+                return PendingStore(0, moves)
             if self._num_queued + len(moves) > MAX_QUEUED_MOVES:
                 self._faults.count(self._tier, "queue a write", "the queue is full", len(moves))
-                return PendingStore(0)
+                return PendingStore(0, moves)
             store = PendingStore(len(moves))
             self._writes.extend(_Write(move, retention, store) for move in moves)
             self._num_queued += len(moves)
@@ -195,7 +202,7 @@ class TierWriter:
             self._faults.count(
                 self._tier, "write at the end", "there was no time left", len(self._writes)
             )
-            self._finish(self._writes)
+            self._finish(self._writes, [False] * len(self._writes))
             self._writes.clear()
             return False
 
@@ -220,12 +227,13 @@ class TierWriter:
         if self._wait_to_write is not None and self._closing_until_s is None:
             self._wait_to_write(MAX_WAIT_S)
         batch = self._take_batch()
+        kept = [False] * len(batch)
         if self._batches is None:
-            self._attempt("write", self._put, batch[0])
+            self._attempt("write", self._put, batch[0], kept)
             let_others_run()
         else:
-            self._attempt("write", self._put_many, self._batches, batch)
-        self._finish(batch)
+            self._attempt("write", self._put_many, self._batches, batch, kept)
+        self._finish(batch, kept)
 
     def _take_batch(self) -> list[_Write]:
         """What is written with one call: the first write, and where the store takes several
@@ -240,21 +248,21 @@ class TierWriter:
                 num_bytes += self._memory.part_bytes(write.move.meta.part)
         return batch
 
-    def _put(self, write: _Write) -> None:
+    def _put(self, write: _Write, kept: list[bool]) -> None:
         record = self._record(write)
-        self._store.put(record.meta, record.data, record.retention)
+        kept[:] = [self._store.put(record.meta, record.data, record.retention)]
 
-    def _put_many(self, store: BatchStore, batch: Sequence[_Write]) -> None:
-        store.put_many([self._record(write) for write in batch])
+    def _put_many(self, store: BatchStore, batch: Sequence[_Write], kept: list[bool]) -> None:
+        kept[:] = store.put_many([self._record(write) for write in batch])
 
     def _record(self, write: _Write) -> NewRecord:
         meta = write.move.meta
         data = self._memory.read_buffers(write.move.block, meta.part)
         return NewRecord(meta, data, write.retention)
 
-    def _finish(self, writes: Sequence[_Write] | deque[_Write]) -> None:
-        for write in writes:
-            write.store.one_done()
+    def _finish(self, writes: Sequence[_Write] | deque[_Write], kept: Sequence[bool]) -> None:
+        for write, is_kept in zip(writes, kept, strict=True):
+            write.store.one_done(write.move, is_kept=is_kept)
         with self._changed:
             self._num_queued -= len(writes)
 

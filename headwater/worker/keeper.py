@@ -53,6 +53,7 @@ class _Running:
     store: Store
     pinned: tuple[BlockId, ...]
     start_s: float
+    is_demotion: bool
 
 
 class Keeper:
@@ -151,8 +152,17 @@ class Keeper:
     def _reap(self) -> None:
         for running in [running for running in self._running if running.store.is_done]:
             self._running.remove(running)
+            if not running.is_demotion:
+                self._forget_failed(running.store)
             for block in running.pinned:
                 self._kv.unpin(block)
+
+    def _forget_failed(self, store: Store) -> None:
+        """What the disk did not take goes there when it is used the next time (C02)."""
+        for move in store.failed:
+            known = self._known.get(move.block)
+            if known is not None and known.key == move.meta.key:
+                known.is_stored = False
 
     @property
     def _may_begin(self) -> bool:
@@ -213,4 +223,5 @@ class Keeper:
     ) -> None:
         """``pinned``: once per ``pin``; the moves' blocks if each was pinned for itself."""
         blocks = tuple(move.block for move in moves) if pinned is None else pinned
-        self._running.append(_Running(store, blocks, self._clock.now_s()))
+        is_demotion = pinned is not None
+        self._running.append(_Running(store, blocks, self._clock.now_s(), is_demotion))

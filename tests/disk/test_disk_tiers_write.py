@@ -277,12 +277,14 @@ def test_c02_a_write_that_fails_is_counted_said_once_and_not_there(
     stored = tiers.store(moves(metas), WEEK)
     wait_until(lambda: stored.is_done)
     assert disk.inner.find([meta.key for meta in metas]) == [None] * 5
+    assert list(stored.failed) == moves(metas)
     (stats,) = tiers.stats()
     assert (stats.num_errors, stats.last_error) == (5, "OSError: No space left on device")
     assert len(caplog.records) == 1
     disk.doors["put"].error = None
     again = tiers.store(moves(metas), WEEK)
     wait_until(lambda: again.is_done)
+    assert list(again.failed) == []
     assert read_back(disk, metas[4]) == payload(metas[4])
 
 

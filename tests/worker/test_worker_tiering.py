@@ -367,6 +367,16 @@ def test_a_lost_store_is_a_miss_and_nothing_else_c02() -> None:
     assert stack.ask(kept("b", tokens)).num_hit_tokens == 12
 
 
+def test_what_the_disk_did_not_take_is_stored_when_it_is_used_again_c02() -> None:
+    stack = Stack(Habits(loses_store=lambda meta: meta.start == 12))
+    tokens = prompt(1, 41)
+    stack.ask(kept("a", tokens))
+    stack.habits.loses_store = lambda meta: False
+    stack.ask(kept("b", tokens))
+    stack.restart()
+    assert stack.ask(kept("c", tokens)).num_hit_tokens == 40
+
+
 def test_pins_leave_most_of_the_pool_to_who_needs_it() -> None:
     stack = Stack(Habits(store_ticks=50), num_blocks=32)
     for seed in range(4):

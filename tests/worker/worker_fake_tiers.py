@@ -133,6 +133,7 @@ class FakeStore:
     retention: Retention
     ticks: int
     is_done: bool = False
+    failed: list[RecordMove] = field(default_factory=list)
     before: list[Content] = field(default_factory=list)
 
     def tick(self) -> bool:
@@ -143,7 +144,9 @@ class FakeStore:
         for move, before in zip(self.moves, self.before, strict=True):
             content = self.tiers.content(move)
             assert content == before, "a block was written while it was copied out"
-            if not self.tiers.habits.loses_store(move.meta):
+            if self.tiers.habits.loses_store(move.meta):
+                self.failed.append(move)
+            else:
                 kept = self.tiers.kept[self.tier]
                 kept.setdefault(move.meta.key, Record(move.meta, content, self.retention))
                 self.tiers.num_puts += 1
