@@ -17,6 +17,10 @@ REASON_TEXTS: Final = MappingProxyType(
         MissReason.NONE: "All of the prompt but its last token was a hit.",
         MissReason.NEW: "Nothing that is kept goes further than this.",
         MissReason.DIFFERS: "What is kept goes on with another token at exactly this place.",
+        MissReason.NO_WINDOW: (
+            "More is kept, but not what layers with a window need there: the hit ends at the "
+            "last end of an input or output."
+        ),
         MissReason.TOO_SHORT: "Less than one block is shared with anything that is kept.",
         MissReason.EXPIRED: "It was kept, and not used again within its retention.",
         MissReason.EVICTED: "It was kept, and had to make room for other prefixes.",

@@ -67,6 +67,7 @@ class MissReason(StrEnum):
     NONE = "none"  # it did not: all but the last token were a hit
     NEW = "new"  # nothing that was kept goes further
     DIFFERS = "differs"  # what was kept goes on with another token at exactly this place
+    NO_WINDOW = "no_window"  # more is kept, but not the window KV that an exact hit needs there
     TOO_SHORT = "too_short"  # less than a block in common: not worth keeping
     EXPIRED = "expired"  # was kept, and nobody used it for its retention
     EVICTED = "evicted"  # was kept, and had to make room

@@ -292,8 +292,8 @@ def _reason(
         return MissReason.ASKED
     if num_chain < block_tokens and (num_chain or limit < block_tokens):
         return MissReason.TOO_SHORT
-    if num_hit < num_chain:  # the window KV that an exact hit needs is not kept
-        return MissReason.NEW
+    if num_hit < num_chain:
+        return MissReason.NO_WINDOW
     if stored is not None and stored.reason not in (MissReason.NONE, MissReason.NEW):
         num_stored_rows = stored.first_row + len(stored.rows)
         if num_stored_rows >= num_hit // block_tokens:  # it speaks of this very place

@@ -261,6 +261,12 @@ def test_a_prompt_that_must_be_computed_says_so() -> None:
     assert reason(Device(100), limit_tokens=7) is MissReason.NEW
 
 
+def test_a_hit_that_ends_for_want_of_window_kv_says_so() -> None:
+    rows = tuple(entry(row, 4, row == 0) for row in range(3))
+    case = replace(PLAIN, device=Device(100, rows), window_tokens=4)
+    assert (case.plan().num_hit_tokens, case.plan().reason) == (4, MissReason.NO_WINDOW)
+
+
 def test_less_than_a_block_in_common_is_too_short() -> None:
     tail = entry(0, 4, True)
     assert reason(Device(100, (), tail, 3)) is MissReason.TOO_SHORT
