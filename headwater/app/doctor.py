@@ -25,12 +25,12 @@ from rich.text import Text
 from headwater import __version__
 from headwater.app.assemble import kv_format, kv_limits, weight_format
 from headwater.app.fleet_plan import advise_fleet
+from headwater.app.key_file import read_keys
 from headwater.app.machine import usable_cores
 from headwater.app.options import format_bytes
 from headwater.app.secret_file import read_secret
 from headwater.app.settings import (
     Settings,
-    api_keys,
     local_roles,
     worker_settings,
     worker_threads,
@@ -176,7 +176,7 @@ def _door(settings: Settings, report: Report) -> None:
                 f"cannot listen on {server.host} port {server.port}: {error.strerror}; "
                 "choose another with --port"
             ) from None
-    keys = len(api_keys(server))
+    keys = len(read_keys(server))
     report.facts["door"] = {
         "address": f"{server.host} port {server.port}, free",
         "keys": str(keys) if keys else "none: loopback callers only, Host header checked",

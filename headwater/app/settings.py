@@ -33,6 +33,7 @@ from headwater.app.groups import (
     ServerSettings,
     WorkerSettings,
 )
+from headwater.app.key_file import read_keys
 from headwater.app.machine import usable_cores as usable_cores  # the launchers' source of it
 from headwater.app.options import (
     ENV_PREFIX,
@@ -282,7 +283,7 @@ def _from_flags(flags: Mapping[str, object]) -> Iterator[tuple[str, _Given]]:
 def check_settings(settings: Settings) -> None:
     """Raise ConfigError where values contradict each other."""
     server, engine, worker = settings.server, settings.engine, settings.worker
-    if not is_loopback(server.host) and not api_keys(server):
+    if not is_loopback(server.host) and not read_keys(server):
         raise ConfigError(
             f"server.host {server.host} can be reached by others, but no API key is set; "
             "set one with --api-key-file FILE (or --api-key), or listen on 127.0.0.1"
@@ -330,26 +331,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def api_keys(server: ServerSettings) -> tuple[str, ...]:
-    """All keys, from the settings and the key file, without repeats.
-
-    Raises ConfigError if the file cannot be read or holds no key: a start
-    without protection because of a wrong path would be the worst outcome.
-    """
-    keys = list(server.api_key)
-    if server.api_key_file is not None:
-        try:
-            lines = server.api_key_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read server.api_key_file: {error}") from None
-        stripped = [line.strip() for line in lines]
-        found = [line for line in stripped if line and not line.startswith("#")]
-        if not found:
-            raise ConfigError(f"server.api_key_file {server.api_key_file} holds no key")
-        keys += found
-    return tuple(dict.fromkeys(keys))
 
 
 def describe_settings(settings: Settings) -> list[str]:

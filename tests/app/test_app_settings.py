@@ -9,12 +9,12 @@ import pytest
 
 from headwater.app.arguments import parse_arguments, settings_from
 from headwater.app.cli import build_parser
+from headwater.app.key_file import read_keys
 from headwater.app.options import format_bytes, parse_value
 from headwater.app.settings import (
     GROUPS,
     SETTINGS,
     Settings,
-    api_keys,
     as_flags,
     describe_settings,
     load_settings,
@@ -145,7 +145,7 @@ def test_i01_any_other_address_starts_with_a_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# team a\nsk-a\n\nsk-b\n")
     settings = load_settings({"server.host": "0.0.0.0", "server.api_key_file": str(keys)}, {})
-    assert api_keys(settings.server) == ("sk-a", "sk-b")
+    assert [key.secret for key in read_keys(settings.server)] == ["sk-a", "sk-b"]
 
 
 def test_i01_a_key_file_without_keys_does_not_open_the_door(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_i01_a_key_file_without_keys_does_not_open_the_door(tmp_path: Path) -> N
 
 def test_j06_keys_are_in_no_line_no_error_and_no_child_flag() -> None:
     settings = load_settings({"server.api_key": ["sk-marker"]}, {"HEADWATER_API_KEY": "sk-other"})
-    assert api_keys(settings.server) == ("sk-marker",)
+    assert [key.secret for key in read_keys(settings.server)] == ["sk-marker"]
     assert "sk-" not in "\n".join(describe_settings(settings))
     assert "server.api_key *** (flag --api-key)" in describe_settings(settings)
     assert "sk-" not in " ".join(as_flags(settings, [group for group, _ in GROUPS]))
