@@ -65,7 +65,13 @@ class TensorBlocks:
         return self.write_buffers(block, part)
 
     def copy(self, source: BlockId, target: BlockId) -> None:
-        raise NotImplementedError
+        pieces = zip(
+            self.write_buffers(target, KVPart.GLOBAL),
+            self.read_buffers(source, KVPart.GLOBAL),
+            strict=True,
+        )
+        for ours, theirs in pieces:
+            ours[:] = theirs
 
     def fill(self, value: int) -> None:
         for piece in self._pieces:
