@@ -97,16 +97,17 @@ def test_forty_sessions_through_a_tiny_device_and_host_never_mix_their_secrets_c
 
 
 class FailingPuts(StoreAround):
-    """From the ``first_bad`` th on, ``num_bad`` puts are refused by the system."""
+    """Record number ``bad`` (from 0, in the order of first tries) is refused at every try."""
 
-    def __init__(self, inner: RecordStore, first_bad: int, num_bad: int) -> None:
+    def __init__(self, inner: RecordStore, bad: int) -> None:
         super().__init__(inner)
-        self._left = first_bad
-        self._num_bad = num_bad
+        self._bad = bad
+        self._tried: list[PrefixKey] = []
 
     def put(self, meta: RecordMeta, data: Sequence[memoryview], retention: Retention) -> bool:
-        self._left -= 1
-        if -self._num_bad <= self._left < 0:
+        if meta.key not in self._tried:
+            self._tried.append(meta.key)
+        if self._tried.index(meta.key) == self._bad:
             return False
         return super().put(meta, data, retention)
 
@@ -117,7 +118,7 @@ def test_a_write_that_fails_is_a_miss_from_there_on_and_the_output_is_right_c02(
 ) -> None:
     prompt = tokens(5, 200)
     expected = cold_ids(prompt)
-    with worker(tmp_path / "kv", around=lambda store: FailingPuts(store, first_bad, 1)) as parts:
+    with worker(tmp_path / "kv", around=lambda store: FailingPuts(store, first_bad)) as parts:
         assert run(parts, [request("a", prompt)]).ids["a", 0] == expected
     with worker(tmp_path / "kv") as parts:
         again = run(parts, [request("a", prompt)])
