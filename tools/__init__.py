@@ -1,0 +1,1 @@
+"""Programs for those who develop Headwater; no part of the package."""
