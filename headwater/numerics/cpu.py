@@ -7,24 +7,36 @@ files. Built by ``select.py``, called by ``model`` from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from headwater.core.errors import ConfigError
-from headwater.numerics import cpu_amx, cpu_elementwise
+from headwater.numerics import cpu_amx, cpu_elementwise, cpu_rows_kernels
+from headwater.numerics.cpu_experts import CpuExperts, CpuGroups, Experts
 from headwater.numerics.cpu_kv import CpuKV, PagedAttention, kv_bytes_per_token
 from headwater.numerics.cpu_matmul import CpuLinear, MatMul
 from headwater.numerics.cpu_memory import Activations, Scratch
 from headwater.numerics.cpu_program import MAX_ROWS, Programs
+from headwater.numerics.cpu_rows import CpuRows, RowsAttention, row_bytes_per_token
 from headwater.numerics.cpu_team import MAX_CHUNKS, Kernel, Team
-from headwater.numerics.ops import KVFormat, LayerKV, PackedLinear, RaggedBatch, WeightFormat
+from headwater.numerics.cpu_warm_up import warm_up
+from headwater.numerics.ops import (
+    KVFormat,
+    LayerKV,
+    Need,
+    PackedExperts,
+    PackedGroups,
+    PackedLinear,
+    RaggedBatch,
+    WeightFormat,
+)
+from headwater.numerics.reference import bytes_of
+from headwater.numerics.reference_rows import PlainRows
 
 # Elements per chunk of a row-wise kernel: about 10 us.
 _CHUNK_ELEMENTS = 8_192
-# warm_up: more rows than any hand-written kernel takes.
-_WARM_UP_TOKENS = 288
 
 
 def _rows_per_chunk(num_rows: int, elements_per_row: int) -> int:
@@ -49,13 +61,16 @@ class CpuOps:
         self._activations = Activations()
         self._matmul = MatMul(self._team, scratch, self._activations, tiles=use_tiles)
         self._attention = PagedAttention(self._team, scratch, self._activations, tiles=use_tiles)
+        self._rows = RowsAttention(self._team, scratch, self._activations)
         self._programs = Programs(self._team, self._activations)
+        self._experts = Experts(self._team, scratch, self._activations)
         self._rms_norm = Kernel(cpu_elementwise.rms_norm_kernel)
         self._add_rms_norm = Kernel(cpu_elementwise.add_rms_norm_kernel)
         self._norm_add_norm = Kernel(cpu_elementwise.norm_add_norm_kernel)
         self._scale = Kernel(cpu_elementwise.scale_kernel)
         self._silu_mul = Kernel(cpu_elementwise.silu_mul_kernel)
         self._gelu_mul = Kernel(cpu_elementwise.gelu_mul_kernel)
+        self._silu_mul_clamped = Kernel(cpu_rows_kernels.silu_mul_clamped_kernel)
         self._rotate = Kernel(cpu_elementwise.rotate_kernel)
 
     @property
@@ -78,43 +93,14 @@ class CpuOps:
         return {
             **self._matmul.kernels(),
             **self._attention.kernels(),
+            **self._rows.kernels(),
+            **self._experts.kernels(),
             "elementwise": f"numba, {self.num_threads} threads",
         }
 
-    def warm_up(self) -> None:
-        """Call every kernel and library once, so that the first request does not wait for them."""
-        tokens = _WARM_UP_TOKENS
-        weight = torch.zeros(64, 64)
-        x = torch.zeros(tokens, 64, dtype=torch.bfloat16)
-        for weight_format in (WeightFormat.BF16, WeightFormat.INT8):
-            packed = self.pack_linear(weight, None, weight_format)
-            for num_rows in (1, 64, tokens):
-                self.linear(x[:num_rows], packed)
-        ones = torch.ones(64)
-        self.rms_norm(x, ones, 1e-5)
-        self.add_rms_norm(x.clone(), x.clone(), ones, 1e-5)
-        self.norm_add_norm(x.clone(), ones, x.clone(), ones, 1e-5)
-        self.scale(x.clone(), 1.0)
-        self.silu_mul(x)
-        self.gelu_mul(x)
-        kv = self.allocate_kv(tokens // 16, 16, 1, 64, KVFormat.BF16)
-        index = torch.arange(tokens)
-        heads = x.view(tokens, 1, 64)
-        angles = torch.zeros(tokens, 32)
-        self.rotate(heads, heads.clone(), angles, angles, index.int())
-        self.store_kv(heads, heads, kv, index)
-        for first in (0, tokens - 1):  # a chunk, then one query
-            batch = RaggedBatch(
-                row_starts=torch.tensor([0, tokens - first], dtype=torch.int32),
-                context_lens=torch.tensor([tokens], dtype=torch.int32),
-                block_tables=torch.arange(tokens // 16, dtype=torch.int32)[None],
-                positions=index[first:].int(),
-                slots=index[first:],
-                max_row_tokens=tokens - first,
-                max_context=tokens,
-            )
-            for window_tokens in (None, tokens // 2):
-                self.attend(heads[first:], kv, batch, 1.0, window_tokens)
+    def warm_up(self, needs: Collection[Need]) -> None:
+        self._programs.warm_up()
+        warm_up(self, needs)
 
     def close(self) -> None:
         """End the helper threads; the instance cannot be used afterwards."""
@@ -149,6 +135,31 @@ class CpuOps:
     def embed(self, ids: Tensor, packed: PackedLinear) -> Tensor:
         assert isinstance(packed, CpuLinear)
         return self._matmul.rows_of(ids, packed)
+
+    # ---- groups and experts ---------------------------------------------------------
+
+    def pack_groups(self, weight: Tensor, weight_format: WeightFormat) -> CpuGroups:
+        return self._experts.pack_groups(weight, weight_format)
+
+    def linear_groups(self, x: Tensor, packed: PackedGroups) -> Tensor:
+        assert isinstance(packed, CpuGroups)
+        return self._experts.linear_groups(x, packed)
+
+    def pack_experts(
+        self, gate_up: Tensor, down: Tensor, weight_format: WeightFormat
+    ) -> CpuExperts:
+        return self._experts.pack_experts(gate_up, down, weight_format)
+
+    def route(
+        self, x: Tensor, gate: Tensor, bias: Tensor, num_chosen: int, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._experts.route(x, gate, bias, num_chosen, scaling)
+
+    def experts(
+        self, x: Tensor, packed: PackedExperts, ids: Tensor, weights: Tensor, limit: float
+    ) -> Tensor:
+        assert isinstance(packed, CpuExperts)
+        return self._experts.experts(x, packed, ids, weights, limit)
 
     # ---- row-wise -------------------------------------------------------------------
 
@@ -262,14 +273,17 @@ class CpuOps:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(self._gelu_mul, gate_up)
 
-    def _gate_mul(self, kernel: Kernel, gate_up: Tensor) -> Tensor:
+    def silu_mul_clamped(self, gate_up: Tensor, limit: float) -> Tensor:
+        return self._gate_mul(self._silu_mul_clamped, gate_up, limit)
+
+    def _gate_mul(self, kernel: Kernel, gate_up: Tensor, limit: float = 0.0) -> Tensor:
         num_tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._activations.empty((num_tokens, inner), torch.bfloat16)
         chunk = _rows_per_chunk(num_tokens, inner)
         self._team.launch(
             kernel,
             -(-num_tokens // chunk),
-            0.0,
+            limit,
             gate_up.data_ptr(),
             out.data_ptr(),
             inner,
@@ -304,11 +318,50 @@ class CpuOps:
         assert isinstance(kv, CpuKV)
         return self._attention.attend(q, kv, batch, scale, window_tokens)
 
+    # ---- rows that are keys and values ----------------------------------------------
+
+    def rotate_pairs(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, inverse: bool = False
+    ) -> None:
+        self._rows.rotate(x, cos, sin, positions, inverse=inverse)
+
+    def allocate_rows(
+        self, num_blocks: int, block_tokens: int, dim: int, kv_format: KVFormat, ratio: int = 1
+    ) -> CpuRows | PlainRows:
+        return self._rows.allocate(num_blocks, block_tokens, dim, kv_format, ratio)
+
+    def row_bytes_per_token(self, dim: int, kv_format: KVFormat, ratio: int = 1) -> int:
+        return row_bytes_per_token(dim, kv_format, ratio)
+
+    def store_rows(self, rows: Tensor, kv: LayerKV, slots: Tensor) -> None:
+        self._rows.store(rows, kv, slots)
+
+    def compress(
+        self, values: Tensor, gates: Tensor, norm: Tensor, cos: Tensor, sin: Tensor,
+        kv: LayerKV, batch: RaggedBatch, eps: float,
+    ) -> None:  # fmt: skip
+        self._rows.compress(values, gates, norm, cos, sin, kv, batch, eps)
+
+    def attend_rows(
+        self, q: Tensor, window: LayerKV, source: LayerKV | None, sinks: Tensor,
+        batch: RaggedBatch, scale: float, window_tokens: int,
+    ) -> Tensor:  # fmt: skip
+        return self._rows.attend(q, window, source, sinks, batch, scale, window_tokens)
+
+    # ---- blocks ---------------------------------------------------------------------
+
     def kv_buffers(self, kv: LayerKV, block: int) -> tuple[memoryview, ...] | None:
+        if isinstance(kv, PlainRows):
+            return tuple(bytes_of(part) for part in kv.block(block))
+        if isinstance(kv, CpuRows):
+            return (kv.block_bytes(block),)
         assert isinstance(kv, CpuKV)
         return kv.block_bytes(block)
 
     def copy_kv_block(self, kv: LayerKV, source: int, target: int) -> None:
+        if isinstance(kv, CpuRows | PlainRows):
+            kv.copy_block(source, target)
+            return
         assert isinstance(kv, CpuKV)
         for ours, theirs in zip(kv.block_bytes(target), kv.block_bytes(source), strict=True):
             ours[:] = theirs

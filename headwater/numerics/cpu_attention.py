@@ -35,7 +35,7 @@ _JOIN_ALONE = 2
 
 
 @njit(nogil=True, error_model="numpy")
-def _row_of(token: int, row_starts: int, num_rows: int) -> int:
+def row_of(token: int, row_starts: int, num_rows: int) -> int:
     """The row r with row_starts[r] <= token < row_starts[r + 1]."""
     low, high = 0, num_rows - 1
     while low < high:
@@ -163,7 +163,7 @@ def _load_queries(args: int, token: int, kv_head: int, queries: int) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
-def _ask_for(address: int, num_bytes: int) -> None:
+def ask_for(address: int, num_bytes: int) -> None:
     for line in range(0, num_bytes, 64):
         hw.prefetch(address + line)
 
@@ -184,8 +184,8 @@ def _score_span(
         # Blocks are anywhere in memory: ask for the next one's keys while these are scored,
         # and for these values, which follow when all scores are known.
         if position + length < end:
-            _ask_for(keys + _place(args, table, kv_head, position + length), block_tokens * stride)
-        _ask_for(values + place, length * stride)
+            ask_for(keys + _place(args, table, kv_head, position + length), block_tokens * stride)
+        ask_for(values + place, length * stride)
         for t in range(0, length, 4):
             rows, out = keys + place + t * stride, scores + (position - begin + t) * 4
             if is_f32 != 0:
@@ -242,7 +242,7 @@ def attend_split_kernel(args: int, chunk: int, thread: int) -> None:
         kv_head = pair % num_kv_heads
         token = hw.load_i64(args, _FIRST_TOKEN) + pair // num_kv_heads
         position = np.int64(hw.load_i32(hw.load_i64(args, _POSITIONS), token))
-        row = _row_of(token, hw.load_i64(args, _ROW_STARTS), hw.load_i64(args, _NUM_ROWS))
+        row = row_of(token, hw.load_i64(args, _ROW_STARTS), hw.load_i64(args, _NUM_ROWS))
         first = _first_seen(args, row, position)
         begin = (first // SPLIT_TOKENS + split) * SPLIT_TOKENS
         end = min(begin + SPLIT_TOKENS, position + 1)
@@ -269,7 +269,7 @@ def attend_join_kernel(args: int, chunk: int, thread: int) -> None:
     num_splits = hw.load_i64(args, _NUM_SPLITS)
     token = hw.load_i64(args, _FIRST_TOKEN) + chunk
     position = np.int64(hw.load_i32(hw.load_i64(args, _POSITIONS), token))
-    row = _row_of(token, hw.load_i64(args, _ROW_STARTS), hw.load_i64(args, _NUM_ROWS))
+    row = row_of(token, hw.load_i64(args, _ROW_STARTS), hw.load_i64(args, _NUM_ROWS))
     first_split = _first_seen(args, row, position) // SPLIT_TOKENS
     used = position // SPLIT_TOKENS - first_split + 1
     partial_bytes = group * (head_padded + 2) * 4

@@ -14,10 +14,11 @@ A lane is (query, query head) of one key/value head, queries first: a group's he
 more queries of their key head. One item of work is ITEM_LANES of them; all rows of a
 step are one call. Where that gives too few items for the team, each is split over its
 keys, and who finishes an item's last part joins the parts. Blocks may hold anything, also
-what is not a number, at positions that the row does not see. Used by ``cpu_kv.py``.
-Knows addresses and sizes only.
+what is not a number, at positions that the row does not see. Used by ``cpu_kv.py`` and, with
+what ``MoreKeys`` names, by ``cpu_rows.py``. Knows addresses and sizes only.
 
     plan, int64:  num_rows, num_parts, parts_per_chunk, window
+                  closed rows' address, tokens of such a row, address of the sinks; or 0
                   for each row: its first part, parts of an item, first token, num_tokens,
                   context, first position that any query sees, address of its block table
                   for each part: 0 (at an item's first one: how many are finished)
@@ -33,6 +34,7 @@ from numba import njit
 
 from headwater.numerics import cpu_intrinsics as hw
 from headwater.numerics import cpu_vector as vec
+from headwater.numerics.cpu_attention import ask_for
 from headwater.numerics.cpu_loops import HAS_PAIR_DOT, pair_tile
 from headwater.numerics.cpu_team import MAX_CHUNKS, compiled
 
@@ -54,9 +56,9 @@ _LOG2_E = hw.f32(1.4426950408889634)
 ) = range(13)  # fmt: skip
 _SCALE = 14  # where ``cpu_team.launch`` puts the real one
 
-_NUM_ROWS, _NUM_PARTS, _PER_CHUNK, _WINDOW = range(4)
+_NUM_ROWS, _NUM_PARTS, _PER_CHUNK, _WINDOW, _CLOSED, _RATIO, _SINKS = range(7)
 _FIRST_PART, _ITEM_PARTS, _FIRST_TOKEN, _NUM_TOKENS, _CONTEXT, _FIRST, _TABLE = range(7)
-_HEADER_WORDS, _ROW_WORDS = 4, 7
+_HEADER_WORDS, _ROW_WORDS = 7, 7
 # Items, or parts of them, for each thread, so that all end about together; and how many
 # spans make a part worth it.
 _PARTS_PER_THREAD = 3
@@ -76,6 +78,19 @@ class ChunkRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoreKeys:
+    """What the softmax is over besides the window: closed rows, which are keys and values
+    (``Ops.attend_rows``), and a sink for each head."""
+
+    rows_address: int  # 0: there are none
+    ratio: int  # tokens of a closed row
+    sinks_address: int  # float32 [N]; 0: without
+
+
+_NO_MORE = MoreKeys(rows_address=0, ratio=1, sinks_address=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlan:
     words: np.ndarray[tuple[int], np.dtype[np.int64]]
     num_chunks: int
@@ -83,8 +98,9 @@ class ChunkPlan:
 
 
 def plan_chunks(
-    rows: Sequence[ChunkRow], group: int, num_kv_heads: int, window: int, num_threads: int
-) -> ChunkPlan:
+    rows: Sequence[ChunkRow], group: int, num_kv_heads: int, window: int, num_threads: int,
+    more: MoreKeys = _NO_MORE,
+) -> ChunkPlan:  # fmt: skip
     """What ``attend_chunks_kernel`` is to do."""
     items = [
         num_kv_heads * -(-(row.end_token - row.first_token) * group // ITEM_LANES) for row in rows
@@ -94,6 +110,8 @@ def plan_chunks(
     num_parts = num_partials = 0
     for row, num_items in zip(rows, items, strict=True):
         num_spans = -(-min(row.context - row.first_seen, window) // SPAN_KEYS)
+        if more.rows_address:
+            num_spans += row.context // more.ratio // SPAN_KEYS
         item_parts = max(1, min(wanted, num_spans // _PART_SPANS))
         num_tokens = row.end_token - row.first_token
         words += num_parts, item_parts, row.first_token, num_tokens
@@ -103,8 +121,9 @@ def plan_chunks(
             num_partials = num_parts
     per_chunk = -(-num_parts // MAX_CHUNKS)
     header = len(rows), num_parts, per_chunk, window
+    keys = more.rows_address, more.ratio, more.sinks_address
     return ChunkPlan(
-        words=np.array([*header, *words, *(0,) * num_parts], np.int64),
+        words=np.array([*header, *keys, *words, *(0,) * num_parts], np.int64),
         num_chunks=-(-num_parts // per_chunk),
         num_partials=num_partials,
     )
@@ -118,25 +137,18 @@ def partial_bytes(head_padded: int) -> int:
 
 @compiled
 def chunk_scratch_bytes(head_padded: int) -> int:
-    """Scratch of one thread: Q^T and P^T in pairs, S^T, a result, three lines; V in pairs, and
+    """Scratch of one thread: Q^T and P^T in pairs, S^T, a result, five lines; V in pairs, and
     one pair of zeros. A multiple of a cache line."""
-    lines = head_padded // 2 + SPAN_KEYS // 2 + SPAN_KEYS + (head_padded + 2) + 3
+    lines = head_padded // 2 + SPAN_KEYS // 2 + SPAN_KEYS + (head_padded + 2) + 5
     return lines * _LINE_BYTES + (SPAN_KEYS + 2) * head_padded * 2
 
 
 @njit(nogil=True, error_model="numpy")
-def _place(args: int, table: int, kv_head: int, position: int) -> int:
-    """Byte offset of the key (or value) of ``position`` within the blocks."""
-    block_tokens = hw.load_i64(args, _BLOCK_TOKENS)
-    block = np.int64(hw.load_i32(table, position // block_tokens))
-    row = (block * hw.load_i64(args, _NUM_KV_HEADS) + kv_head) * block_tokens
-    return (row + position % block_tokens) * hw.load_i64(args, _HEAD_PADDED) * 2
-
-
-@njit(nogil=True, error_model="numpy")
-def _ask_for(address: int, num_bytes: int) -> None:
-    for line in range(0, num_bytes, 64):
-        hw.prefetch(address + line)
+def _place(args: int, table: int, kv_head: int, key: int, block_keys: int) -> int:
+    """Byte offset of key (or value) ``key`` within the blocks of ``block_keys``."""
+    block = np.int64(hw.load_i32(table, key // block_keys))
+    row = (block * hw.load_i64(args, _NUM_KV_HEADS) + kv_head) * block_keys
+    return (row + key % block_keys) * hw.load_i64(args, _HEAD_PADDED) * 2
 
 
 @njit(nogil=True, error_model="numpy")
@@ -146,13 +158,15 @@ def _head_of(args: int, kv_head: int, lane: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def _load_lanes(
-    args: int, row: int, kv_head: int, first_lane: int, queries: int, newest: int, oldest: int
-) -> None:
-    """Queries to lines of pairs of D, and the last and first position that each lane sees.
-    Lanes past the row's last are like it."""
+    args: int, row: int, kv_head: int, first_lane: int, queries: int, newest: int, oldest: int,
+    last_closed: int,
+) -> None:  # fmt: skip
+    """Queries to lines of pairs of D, the last and first position that each lane sees, and
+    the last closed row (-1: none). Lanes past the row's last are like it."""
     group, num_pairs = hw.load_i64(args, _GROUP), hw.load_i64(args, _HEAD_DIM) // 2
     num_tokens, context = hw.load_i64(row, _NUM_TOKENS), hw.load_i64(row, _CONTEXT)
-    window = hw.load_i64(hw.load_i64(args, _PLAN), _WINDOW)
+    plan = hw.load_i64(args, _PLAN)
+    window, ratio = hw.load_i64(plan, _WINDOW), hw.load_i64(plan, _RATIO)
     for i in range(ITEM_LANES):
         lane = min(first_lane + i, num_tokens * group - 1)
         token = hw.load_i64(row, _FIRST_TOKEN) + lane // group
@@ -165,24 +179,25 @@ def _load_lanes(
         hw.store_f32(newest, i, np.float32(position))
         seen = max(hw.load_i64(row, _FIRST), position - window + 1)
         hw.store_f32(oldest, i, np.float32(seen))
+        hw.store_f32(last_closed, i, np.float32((position + 1) // ratio - 1))
 
 
 @njit(nogil=True, error_model="numpy")
 def _pair_values(
-    args: int, row: int, kv_head: int, begin: int, end: int, values: int, zeros: int
-) -> None:
-    """Values of [begin, end) to [pairs of keys, D]; zeros at what no query of the row sees."""
-    head_padded, table = hw.load_i64(args, _HEAD_PADDED), hw.load_i64(row, _TABLE)
-    first, context = hw.load_i64(row, _FIRST), hw.load_i64(row, _CONTEXT)
-    blocks = hw.load_i64(args, _V_BLOCKS)
-    for position in range(begin, end, 2):
-        low = blocks + _place(args, table, kv_head, position)
+    args: int, table: int, kv_head: int, blocks: int, block_keys: int, first: int, limit: int,
+    begin: int, end: int, values: int, zeros: int,
+) -> None:  # fmt: skip
+    """Values of keys [begin, end) to [pairs of keys, D]; zeros outside [first, limit), which
+    no query of the row sees."""
+    head_padded = hw.load_i64(args, _HEAD_PADDED)
+    for key in range(begin, end, 2):
+        low = blocks + _place(args, table, kv_head, key, block_keys)
         high = low + head_padded * 2
-        if position < first or position >= context:
+        if key < first or key >= limit:
             low = zeros
-        if position + 1 < first or position + 1 >= context:
+        if key + 1 < first or key + 1 >= limit:
             high = zeros
-        target = values + (position - begin) * head_padded * 2
+        target = values + (key - begin) * head_padded * 2
         for d in range(0, head_padded, hw.LANES):
             vec.pair_bf16(target + d * 4, low + d * 2, high + d * 2)
 
@@ -281,82 +296,136 @@ def _join(args: int, partials: int, num_parts: int, factor: float) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
+def _start_lanes(
+    args: int, kv_head: int, first_lane: int, is_first: bool, highest: int, total: int
+) -> None:
+    """Maximum and sum before the first key: of the sink, or of nothing."""
+    sinks = hw.load_i64(hw.load_i64(args, _PLAN), _SINKS)
+    scale = np.float32(hw.load_f64(args, _SCALE))
+    for i in range(ITEM_LANES):
+        if sinks != 0 and is_first:
+            sink = hw.load_f32(sinks, _head_of(args, kv_head, first_lane + i))
+            hw.store_f32(highest, i, sink / scale)
+            hw.store_f32(total, i, _ONE)
+        else:
+            hw.store_f32(highest, i, _LOWEST)
+            hw.store_f32(total, i, _ZERO)
+
+
+@njit(nogil=True, error_model="numpy")
+def _attend_span(
+    args: int, row: int, kv_head: int, k_blocks: int, v_blocks: int, block_keys: int,
+    first: int, limit: int, begin: int, end: int, until: int, newest: int, oldest: int,
+    scratch: int, sums: int, before: int,
+) -> int:  # fmt: skip
+    """Keys [begin, end), which are of one span, added to ``sums``, each lane's from oldest to
+    newest; none outside [first, limit) is read, and the next spans end at ``until``.
+    ``before`` and the result: ``pair_tile``'s shrink, or 0."""
+    head_dim, head_padded = hw.load_i64(args, _HEAD_DIM), hw.load_i64(args, _HEAD_PADDED)
+    table = hw.load_i64(row, _TABLE)
+    factor = np.float32(hw.load_f64(args, _SCALE)) * _LOG2_E
+    shares = scratch + head_padded // 2 * _LINE_BYTES
+    scores = shares + SPAN_KEYS // 2 * _LINE_BYTES
+    shrink = scores + SPAN_KEYS * _LINE_BYTES + partial_bytes(head_padded)
+    values = shrink + 5 * _LINE_BYTES
+    zeros = values + SPAN_KEYS * head_padded * 2
+    highest = sums + head_padded * _LINE_BYTES
+    for key in range(begin, end, ROWS):
+        place = _place(args, table, kv_head, key, block_keys)
+        tile_bytes = ROWS * head_padded * 2
+        # Blocks are anywhere in memory: ask for these values, which follow when all scores
+        # are known, and for the next span's keys.
+        ask_for(v_blocks + place, tile_bytes)
+        if key + SPAN_KEYS < until:
+            next_place = _place(args, table, kv_head, key + SPAN_KEYS, block_keys)
+            ask_for(k_blocks + next_place, tile_bytes)
+        pair_tile(
+            ROWS, _VECTORS, k_blocks + place, head_padded * 2, 4, scratch, head_dim // 2,
+            scores + (key - begin) * _LINE_BYTES, 0,
+        )  # fmt: skip
+    # Every key of [all_from, all_until) is seen by all lanes.
+    all_from = np.int64(hw.load_f32(oldest, ITEM_LANES - 1))
+    all_until = np.int64(hw.load_f32(newest, 0)) + 1
+    if begin < all_from or end > all_until:
+        _mask(scores, begin, end, newest, oldest)
+    _softmax_span(scores, end - begin, factor, shares, highest, highest + _LINE_BYTES, shrink)
+    _pair_values(
+        args, table, kv_head, v_blocks, block_keys, first, limit, begin, end, values, zeros
+    )
+    for d in range(0, head_padded, ROWS):
+        pair_tile(
+            ROWS, _VECTORS, values + d * 4, 4, head_padded * 4, shares, (end - begin) // 2,
+            sums + d * _LINE_BYTES, before,
+        )  # fmt: skip
+    return shrink
+
+
+@njit(nogil=True, error_model="numpy")
 def _attend_part(args: int, row: int, number: int, scratch: int) -> None:
     """Part ``number`` of the row's. One head after the other, so that its keys and values
     stay in the cache; in each the last lanes first, because they see most keys: the team then
     ends together."""
-    group, head_dim = hw.load_i64(args, _GROUP), hw.load_i64(args, _HEAD_DIM)
-    head_padded, table = hw.load_i64(args, _HEAD_PADDED), hw.load_i64(row, _TABLE)
+    group, head_padded = hw.load_i64(args, _GROUP), hw.load_i64(args, _HEAD_PADDED)
+    plan, block_tokens = hw.load_i64(args, _PLAN), hw.load_i64(args, _BLOCK_TOKENS)
+    context = hw.load_i64(row, _CONTEXT)
+    closed_rows, ratio = hw.load_i64(plan, _CLOSED), hw.load_i64(plan, _RATIO)
     num_parts = hw.load_i64(row, _ITEM_PARTS)
     item, part = number // num_parts, number % num_parts
     first_part = hw.load_i64(row, _FIRST_PART) + item * num_parts
     per_head = (hw.load_i64(row, _NUM_TOKENS) * group + ITEM_LANES - 1) // ITEM_LANES
     kv_head = item // per_head
     first_lane = (per_head - 1 - item % per_head) * ITEM_LANES
-    factor = np.float32(hw.load_f64(args, _SCALE)) * _LOG2_E
     queries = scratch
-    shares = queries + head_padded // 2 * _LINE_BYTES
-    scores = shares + SPAN_KEYS // 2 * _LINE_BYTES
-    sums = scores + SPAN_KEYS * _LINE_BYTES
-    shrink = sums + partial_bytes(head_padded)
-    newest, oldest = shrink + _LINE_BYTES, shrink + 2 * _LINE_BYTES
-    values = shrink + 3 * _LINE_BYTES
-    zeros = values + SPAN_KEYS * head_padded * 2
+    sums = queries + (head_padded // 2 + SPAN_KEYS // 2 + SPAN_KEYS) * _LINE_BYTES
+    newest = sums + partial_bytes(head_padded) + _LINE_BYTES
+    oldest, last_closed = newest + _LINE_BYTES, newest + 2 * _LINE_BYTES
+    from_zero = newest + 3 * _LINE_BYTES
+    zeros = from_zero + _LINE_BYTES + SPAN_KEYS * head_padded * 2
     partials = hw.load_i64(args, _PARTIALS) + first_part * partial_bytes(head_padded)
     if num_parts > 1:
         sums = partials + part * partial_bytes(head_padded)
-    highest = sums + head_padded * _LINE_BYTES
-    total = highest + _LINE_BYTES
+    total = sums + (head_padded + 1) * _LINE_BYTES
     for i in range(head_padded // 2):
         hw.store_i32(zeros, i, np.int32(0))
     for i in range(ITEM_LANES):
-        hw.store_f32(highest, i, _LOWEST)
-        hw.store_f32(total, i, _ZERO)
-    _load_lanes(args, row, kv_head, first_lane, queries, newest, oldest)
-    # Every key of [all_from, all_until) is seen by all lanes, none outside [begin, end) by any.
+        hw.store_f32(from_zero, i, _ZERO)
+    _start_lanes(args, kv_head, first_lane, part == 0, total - _LINE_BYTES, total)
+    _load_lanes(args, row, kv_head, first_lane, queries, newest, oldest, last_closed)
+    # This part's spans, of the window's positions and then of the closed rows. The last parts
+    # of an item with few spans have none.
     begin = np.int64(hw.load_f32(oldest, 0)) // ROWS * ROWS
-    all_from = np.int64(hw.load_f32(oldest, ITEM_LANES - 1))
-    all_until = np.int64(hw.load_f32(newest, 0)) + 1
     end = np.int64(hw.load_f32(newest, ITEM_LANES - 1)) // ROWS * ROWS + ROWS
-    # This part's spans. The last parts of an item with few spans have none.
+    end_closed = np.int64(hw.load_f32(last_closed, ITEM_LANES - 1)) // ROWS * ROWS + ROWS
     first_span = begin // SPAN_KEYS
-    num_spans = (end - 1) // SPAN_KEYS - first_span + 1
+    in_window = (end - 1) // SPAN_KEYS - first_span + 1
+    num_spans = in_window
+    if closed_rows != 0:
+        num_spans += (end_closed + SPAN_KEYS - 1) // SPAN_KEYS
     num_used = min(num_parts, num_spans)
-    span = max(begin, (first_span + num_spans * part // num_used) * SPAN_KEYS)
-    until = min(end, (first_span + num_spans * (part + 1) // num_used) * SPAN_KEYS)
-    before = 0
-    while span < until:
-        span_end = min(span // SPAN_KEYS * SPAN_KEYS + SPAN_KEYS, until)
-        for key in range(span, span_end, ROWS):
-            place = _place(args, table, kv_head, key)
-            keys, tile_bytes = hw.load_i64(args, _K_BLOCKS) + place, ROWS * head_padded * 2
-            # Blocks are anywhere in memory: ask for these values, which follow when all
-            # scores are known, and for the next span's keys.
-            _ask_for(hw.load_i64(args, _V_BLOCKS) + place, tile_bytes)
-            if key + SPAN_KEYS < until:
-                next_keys = _place(args, table, kv_head, key + SPAN_KEYS)
-                _ask_for(hw.load_i64(args, _K_BLOCKS) + next_keys, tile_bytes)
-            pair_tile(
-                ROWS, _VECTORS, keys, head_padded * 2, 4, queries, head_dim // 2,
-                scores + (key - span) * _LINE_BYTES, 0,
-            )  # fmt: skip
-        if span < all_from or span_end > all_until:
-            _mask(scores, span, span_end, newest, oldest)
-        _softmax_span(scores, span_end - span, factor, shares, highest, total, shrink)
-        _pair_values(args, row, kv_head, span, span_end, values, zeros)
-        for d in range(0, head_padded, ROWS):
-            pair_tile(
-                ROWS, _VECTORS, values + d * 4, 4, head_padded * 4, shares,
-                (span_end - span) // 2, sums + d * _LINE_BYTES, before,
-            )  # fmt: skip
-        before = shrink
-        span = span_end
+    # Not the literal 0, which would give that call's code twice.
+    before = np.int64(0)
+    for span in range(
+        num_spans * min(part, num_used) // num_used, num_spans * min(part + 1, num_used) // num_used
+    ):
+        k_blocks, v_blocks = hw.load_i64(args, _K_BLOCKS), hw.load_i64(args, _V_BLOCKS)
+        block_keys, first, limit = block_tokens, hw.load_i64(row, _FIRST), context
+        start, until, last_seen, first_seen = (first_span + span) * SPAN_KEYS, end, newest, oldest
+        if span >= in_window:
+            k_blocks = v_blocks = closed_rows
+            block_keys, first, limit = block_tokens // ratio, 0, context // ratio
+            start, until = (span - in_window) * SPAN_KEYS, end_closed
+            last_seen, first_seen = last_closed, from_zero
+        # One call for both, so that there is one copy of its code.
+        before = _attend_span(
+            args, row, kv_head, k_blocks, v_blocks, block_keys, first, limit,
+            max(start, begin if span < in_window else 0), min(start + SPAN_KEYS, until), until,
+            last_seen, first_seen, scratch, sums, before,
+        )  # fmt: skip
     if num_parts > 1:
-        plan = hw.load_i64(args, _PLAN)
         counters = plan + (_HEADER_WORDS + hw.load_i64(plan, _NUM_ROWS) * _ROW_WORDS) * 8
         if hw.atomic_add(counters + first_part * 8, 1) < num_parts - 1:
             return
-        _join(args, partials, num_used, factor)
+        _join(args, partials, num_used, np.float32(hw.load_f64(args, _SCALE)) * _LOG2_E)
         sums, total = partials, partials + (head_padded + 1) * _LINE_BYTES
     _store_lanes(args, row, kv_head, first_lane, sums, total, queries)
 

@@ -81,6 +81,28 @@ def kv_bytes_per_token(num_kv_heads: int, head_dim: int, kv_format: KVFormat) ->
     return 2 * num_kv_heads * padded(head_dim, PAD_HEAD) * KV_DTYPES[kv_format].itemsize
 
 
+def chunk_rows(batch: RaggedBatch, window: int) -> list[ChunkRow]:
+    """The rows with many queries."""
+    starts, contexts = batch.row_starts.tolist(), batch.context_lens.tolist()
+    window_starts = [0] * len(contexts)
+    if window != NO_WINDOW and batch.window_starts is not None:
+        window_starts = batch.window_starts.tolist()
+    tables, stride = batch.block_tables.data_ptr(), batch.block_tables.stride(0)
+    return [
+        ChunkRow(
+            number=i,
+            first_token=starts[i],
+            end_token=starts[i + 1],
+            context=context,
+            # No query of the row sees further back than its first one.
+            first_seen=max(window_starts[i], context - starts[i + 1] + starts[i] - window + 1),
+            table_address=tables + i * stride * 4,
+        )
+        for i, context in enumerate(contexts)
+        if starts[i + 1] - starts[i] > FEW_QUERIES
+    ]
+
+
 def _is_for_tiles(row: ChunkRow, kv: CpuKV) -> bool:
     """Whether the tile kernels' work fits into one launch each: a piece for every tile row of
     keys, and one for every tile row of queries and key head."""
@@ -215,7 +237,7 @@ class PagedAttention:
             self._attend_few(q, kv, batch, scale, window, out, 0, q.shape[0])
             return out
         self._team.spoil()
-        rows = self._chunk_rows(batch, window)
+        rows = chunk_rows(batch, window)
         match kv.chunk_kernel:
             case ChunkKernel.TILES:
                 for row in rows:
@@ -236,27 +258,6 @@ class PagedAttention:
         if done < q.shape[0]:
             self._attend_few(q, kv, batch, scale, window, out, done, q.shape[0])
         return out
-
-    def _chunk_rows(self, batch: RaggedBatch, window: int) -> list[ChunkRow]:
-        """The rows with many queries."""
-        starts, contexts = batch.row_starts.tolist(), batch.context_lens.tolist()
-        window_starts = [0] * len(contexts)
-        if window != NO_WINDOW and batch.window_starts is not None:
-            window_starts = batch.window_starts.tolist()
-        tables, stride = batch.block_tables.data_ptr(), batch.block_tables.stride(0)
-        return [
-            ChunkRow(
-                number=i,
-                first_token=starts[i],
-                end_token=starts[i + 1],
-                context=context,
-                # No query of the row sees further back than its first one.
-                first_seen=max(window_starts[i], context - starts[i + 1] + starts[i] - window + 1),
-                table_address=tables + i * stride * 4,
-            )
-            for i, context in enumerate(contexts)
-            if starts[i + 1] - starts[i] > FEW_QUERIES
-        ]
 
     def _attend_few(
         self, q: Tensor, kv: CpuKV, batch: RaggedBatch, scale: float, window: int,

@@ -32,8 +32,20 @@ from headwater.numerics.cpu_attention import SPLIT_TOKENS, attend_few
 from headwater.numerics.cpu_kv import CpuKV
 from headwater.numerics.cpu_linear import linear_few_rows
 from headwater.numerics.cpu_memory import Activations
-from headwater.numerics.cpu_team import ATTEND_FEW, LAUNCH, LINEAR_FEW, Tape, Team, compiled, launch
+from headwater.numerics.cpu_rows import CpuRows
+from headwater.numerics.cpu_rows_attention import attend_few_rows
+from headwater.numerics.cpu_team import (
+    ATTEND_FEW,
+    ATTEND_ROWS,
+    LAUNCH,
+    LINEAR_FEW,
+    Tape,
+    Team,
+    compiled,
+    launch,
+)
 from headwater.numerics.ops import LayerKV, RaggedBatch
+from headwater.numerics.reference_rows import PlainRows
 
 MAX_ROWS = 64
 MAX_PROGRAMS = 128
@@ -62,6 +74,10 @@ class Programs:
     def __len__(self) -> int:
         return len(self._programs)
 
+    def warm_up(self) -> None:
+        """Compile the loop that runs programs, by running none."""
+        replay(self._team.state, 0, 0)
+
     def run(self, body: Body, x: Tensor, kv: Sequence[LayerKV], batch: RaggedBatch) -> Tensor:
         """``body(x, batch)``, recorded or replayed. ``x`` is left as it is."""
         num_spans = -(-batch.max_context // SPLIT_TOKENS)
@@ -86,7 +102,7 @@ class Programs:
         self, body: Body, x: Tensor, kv: Sequence[LayerKV], batch: RaggedBatch, num_spans: int
     ) -> tuple[Tensor, _Program | None]:
         first = kv[0]
-        assert isinstance(first, CpuKV)
+        assert isinstance(first, CpuKV | CpuRows | PlainRows)
         num_rows = x.shape[0]
         max_context = num_spans * SPLIT_TOKENS
         fixed = RaggedBatch(
@@ -162,6 +178,17 @@ def replay(state: int, calls: int, num_calls: int) -> None:
             )  # fmt: skip
         elif kind == ATTEND_FEW:
             attend_few(
+                state, hw.load_i64(c, 1), hw.load_i64(c, 2), hw.load_i64(c, 3),
+                hw.load_f64(c, 4), hw.load_i64(c, 5), hw.load_i64(c, 6), hw.load_i64(c, 7),
+                hw.load_i64(c, 8), hw.load_i64(c, 9), hw.load_i64(c, 10), hw.load_i64(c, 11),
+                hw.load_i64(c, 12), hw.load_i64(c, 13), hw.load_i64(c, 14), hw.load_i64(c, 15),
+                hw.load_i64(c, 16), hw.load_i64(c, 17), hw.load_i64(c, 18), hw.load_i64(c, 19),
+                hw.load_i64(c, 20), hw.load_i64(c, 21), hw.load_i64(c, 22), hw.load_i64(c, 23),
+                hw.load_i64(c, 24), hw.load_i64(c, 25), hw.load_i64(c, 26), hw.load_i64(c, 27),
+                hw.load_i64(c, 28), hw.load_i64(c, 29),
+            )  # fmt: skip
+        elif kind == ATTEND_ROWS:
+            attend_few_rows(
                 state, hw.load_i64(c, 1), hw.load_i64(c, 2), hw.load_i64(c, 3),
                 hw.load_f64(c, 4), hw.load_i64(c, 5), hw.load_i64(c, 6), hw.load_i64(c, 7),
                 hw.load_i64(c, 8), hw.load_i64(c, 9), hw.load_i64(c, 10), hw.load_i64(c, 11),

@@ -22,9 +22,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from types import FunctionType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numba import cfunc, njit, types
@@ -79,13 +80,21 @@ def compiled(function: _Function) -> _Function:
 
 
 class Kernel:
-    """``function(args, chunk, thread)`` compiled (or loaded) for calls through its address."""
+    """``function(args, chunk, thread)`` for calls through its address: compiled, or loaded
+    from the cache, when that is first asked for."""
 
     def __init__(self, function: Callable[[int, int, int], None]) -> None:
+        self._function = versioned(function)
+
+    @cached_property
+    def address(self) -> int:
+        return int(self._code.address)
+
+    @cached_property
+    def _code(self) -> Any:
+        """What was compiled, which must outlive its address."""
         signature = types.void(types.int64, types.int64, types.int64)
-        # The compiled object must outlive the address.
-        self._code = cfunc(signature, cache=True, error_model="numpy")(versioned(function))
-        self.address = int(self._code.address)
+        return cfunc(signature, cache=True, error_model="numpy")(self._function)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -178,7 +187,7 @@ def launch(
 
 
 # Kinds of recorded calls.
-LAUNCH, LINEAR_FEW, LINEAR_TILES, ATTEND_FEW = range(4)
+LAUNCH, LINEAR_FEW, LINEAR_TILES, ATTEND_FEW, ATTEND_ROWS = range(5)
 
 
 class Tape:

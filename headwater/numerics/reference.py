@@ -7,20 +7,26 @@ class, with bfloat16 activations, is what serves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwater.numerics import reference_experts, reference_rows
 from headwater.numerics.ops import (
     KVFormat,
     LayerKV,
+    Need,
+    PackedExperts,
+    PackedGroups,
     PackedLinear,
     RaggedBatch,
     WeightFormat,
 )
+from headwater.numerics.reference_experts import PlainExperts, PlainGroups
+from headwater.numerics.reference_rows import PlainRows
 
 KV_DTYPES = {KVFormat.FP32: torch.float32, KVFormat.BF16: torch.bfloat16}
 
@@ -60,6 +66,10 @@ class PlainKV:
         """Views of one block's keys and values."""
         rows = slice(block * self.block_tokens, (block + 1) * self.block_tokens)
         return self.k[rows], self.v[rows]
+
+    def copy_block(self, source: int, target: int) -> None:
+        for ours, theirs in zip(self.block(target), self.block(source), strict=True):
+            ours.copy_(theirs)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -109,10 +119,11 @@ class ReferenceOps:
         return {
             "linear": f"torch F.linear {dtype} (int8 weights dequantised at each call)",
             "attention": "gather by block table, then torch scaled_dot_product_attention",
+            "attention over rows": "gather by block table, then float32 matmul and softmax",
             "elementwise": "torch, computed in float32",
         }
 
-    def warm_up(self) -> None:
+    def warm_up(self, needs: Collection[Need]) -> None:
         """Make the libraries load now and not in the first request."""
         packed = self.pack_linear(torch.ones(16, 16), None, WeightFormat.FP32)
         self.linear(torch.ones(2, 16, device=self._device, dtype=self._act_dtype), packed)
@@ -158,6 +169,31 @@ class ReferenceOps:
         assert isinstance(packed, PlainLinear)
         return self._rows(packed, ids)
 
+    # ---- groups and experts ---------------------------------------------------------
+
+    def pack_groups(self, weight: Tensor, weight_format: WeightFormat) -> PlainGroups:
+        return reference_experts.pack_groups(self, weight, weight_format)
+
+    def linear_groups(self, x: Tensor, packed: PackedGroups) -> Tensor:
+        assert isinstance(packed, PlainGroups)
+        return reference_experts.linear_groups(self, x, packed)
+
+    def pack_experts(
+        self, gate_up: Tensor, down: Tensor, weight_format: WeightFormat
+    ) -> PlainExperts:
+        return reference_experts.pack_experts(self, gate_up, down, weight_format)
+
+    def route(
+        self, x: Tensor, gate: Tensor, bias: Tensor, num_chosen: int, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        return reference_experts.route(x, gate, bias, num_chosen, scaling)
+
+    def experts(
+        self, x: Tensor, packed: PackedExperts, ids: Tensor, weights: Tensor, limit: float
+    ) -> Tensor:
+        assert isinstance(packed, PlainExperts)
+        return reference_experts.experts(self, x, packed, ids, weights, limit)
+
     # ---- row-wise -------------------------------------------------------------------
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -195,6 +231,14 @@ class ReferenceOps:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+    def rotate_pairs(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, inverse: bool = False
+    ) -> None:
+        reference_rows.rotate_pairs(x, cos, sin, positions, inverse=inverse)
+
+    def silu_mul_clamped(self, gate_up: Tensor, limit: float) -> Tensor:
+        return reference_rows.silu_mul_clamped(gate_up, limit)
 
     # ---- KV and attention -----------------------------------------------------------
 
@@ -258,13 +302,48 @@ class ReferenceOps:
             out[tokens] = attended[0].transpose(0, 1)
         return out
 
+    # ---- rows that are keys and values ----------------------------------------------
+
+    def allocate_rows(
+        self, num_blocks: int, block_tokens: int, dim: int, kv_format: KVFormat, ratio: int = 1
+    ) -> PlainRows:
+        return reference_rows.allocate_rows(
+            num_blocks, block_tokens, dim, ratio, KV_DTYPES[kv_format], self._act_dtype,
+            self._device,
+        )  # fmt: skip
+
+    def row_bytes_per_token(self, dim: int, kv_format: KVFormat, ratio: int = 1) -> int:
+        return reference_rows.row_bytes_per_token(
+            dim * KV_DTYPES[kv_format].itemsize, 2 * dim * self._act_dtype.itemsize, ratio
+        )
+
+    def store_rows(self, rows: Tensor, kv: LayerKV, slots: Tensor) -> None:
+        assert isinstance(kv, PlainRows)
+        reference_rows.store_rows(rows, kv, slots)
+
+    def compress(
+        self, values: Tensor, gates: Tensor, norm: Tensor, cos: Tensor, sin: Tensor,
+        kv: LayerKV, batch: RaggedBatch, eps: float,
+    ) -> None:  # fmt: skip
+        assert isinstance(kv, PlainRows)
+        reference_rows.compress(values, gates, norm, cos, sin, kv, batch, eps)
+
+    def attend_rows(
+        self, q: Tensor, window: LayerKV, source: LayerKV | None, sinks: Tensor,
+        batch: RaggedBatch, scale: float, window_tokens: int,
+    ) -> Tensor:  # fmt: skip
+        assert isinstance(window, PlainRows)
+        assert source is None or isinstance(source, PlainRows)
+        return reference_rows.attend_rows(q, window, source, sinks, batch, scale, window_tokens)
+
+    # ---- blocks ---------------------------------------------------------------------
+
     def kv_buffers(self, kv: LayerKV, block: int) -> tuple[memoryview, ...] | None:
-        assert isinstance(kv, PlainKV)
+        assert isinstance(kv, PlainKV | PlainRows)
         if self._device.type != "cpu":
             return None
         return tuple(bytes_of(part) for part in kv.block(block))
 
     def copy_kv_block(self, kv: LayerKV, source: int, target: int) -> None:
-        assert isinstance(kv, PlainKV)
-        for ours, theirs in zip(kv.block(target), kv.block(source), strict=True):
-            ours.copy_(theirs)
+        assert isinstance(kv, PlainKV | PlainRows)
+        kv.copy_block(source, target)

@@ -22,7 +22,7 @@ from headwater.numerics.cpu import CpuOps
 from headwater.numerics.cpu_amx import TILE_BYTES, TILE_DEPTH, TILE_ROWS, tiles_available
 from headwater.numerics.cpu_intrinsics import LANES
 from headwater.numerics.cpu_kv import ChunkKernel, CpuKV
-from headwater.numerics.ops import KVFormat
+from headwater.numerics.ops import KVFormat, Need
 
 _MEMORY = np.zeros(8 * TILE_BYTES, np.uint8)
 _TILES = int(_MEMORY.ctypes.data)
@@ -106,7 +106,9 @@ def _emulated_ops() -> CpuOps:
                 patch.setattr(module, name, emulated)
         patch.setattr(cpu_amx, "tiles_available", lambda: True)
         patch.setattr(cpu_team, "cfunc", _compile_kernel)
-        return CpuOps(1, tiles=True)
+        ops = CpuOps(1, tiles=True)
+        ops.warm_up([Need.PAGED_KV])  # compiled here, with these instructions
+        return ops
 
 
 class _GatheringOps(CpuOps):

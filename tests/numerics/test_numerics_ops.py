@@ -20,7 +20,7 @@ from numerics_cases import HALF_ULP, assert_close, bf16, case_of
 from headwater.core.errors import ConfigError
 from headwater.numerics.cpu import CpuOps
 from headwater.numerics.cpu_amx import tiles_available
-from headwater.numerics.ops import KVFormat, LayerKV, Ops, WeightFormat
+from headwater.numerics.ops import KVFormat, LayerKV, Need, Ops, WeightFormat
 from headwater.numerics.reference import ReferenceOps
 
 REFERENCE = ReferenceOps()
@@ -347,7 +347,7 @@ def test_kv_bytes_per_token_are_those_of_a_block(fast: CpuOps) -> None:
 
 
 def test_warm_up_runs_and_kernels_says_what_serves(fast: CpuOps) -> None:
-    fast.warm_up()
+    fast.warm_up(list(Need))
     assert fast.kernels().keys() >= {"linear bf16", "linear int8", "elementwise"}
     uses_tiles = "AMX" in fast.kernels()["linear bf16"]
     assert uses_tiles == (
@@ -364,7 +364,7 @@ def test_asking_for_tiles_without_them_is_a_config_error() -> None:
 @pytest.mark.parametrize("act_dtype", [torch.float32, torch.bfloat16])
 def test_the_reference_runs_in_the_dtype_it_was_asked_for(act_dtype: torch.dtype) -> None:
     ops = ReferenceOps("cpu", act_dtype)
-    ops.warm_up()
+    ops.warm_up(list(Need))
     generator = torch.Generator().manual_seed(9)
     case = case_of([(1, 40), (20, 33)], 16, generator)
     kv = ops.allocate_kv(case.num_blocks, 16, 2, 32, KVFormat.BF16)

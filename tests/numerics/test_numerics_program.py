@@ -87,7 +87,7 @@ def check(layer: Layer, contexts: list[int], seed: int) -> None:
     check_batch(layer, decode_batch(contexts), seed)
 
 
-def check_batch(layer: Layer, batch: RaggedBatch, seed: int) -> None:
+def check_batch(layer: Layer | RowsLayer, batch: RaggedBatch, seed: int) -> None:
     contexts = batch.context_lens.tolist()
     x = torch.randn(len(contexts), HIDDEN, generator=torch.Generator().manual_seed(seed))
     x = x.to(torch.bfloat16)
@@ -143,6 +143,71 @@ def test_a_replayed_token_of_a_recorded_step_leaves_its_global_kv(ops: CpuOps) -
         after = [b"".join(parts) for parts in before if parts is not None]
         assert after[0] == kept[0]
         assert after[1] != kept[1]
+
+
+class RowsLayer:
+    """One layer whose rows are keys and values, with closed rows of its own; ``ratio`` 0:
+    without."""
+
+    def __init__(self, ops: CpuOps, ratio: int) -> None:
+        self.ops, self.ratio = ops, ratio
+        generator = torch.Generator().manual_seed(ratio)
+
+        def packed(rows: int, columns: int) -> PackedLinear:
+            weight = torch.randn(rows, columns, generator=generator) / columns**0.5
+            return ops.pack_linear(weight, None, WeightFormat.BF16)
+
+        self.queries = packed(HEADS * HEAD_DIM, HIDDEN)
+        self.rows = packed(3 * HEAD_DIM, HIDDEN)  # the window's, a source's values, its gates
+        self.out = packed(2 * HIDDEN, HEADS * HEAD_DIM)
+        self.norm, self.row_norm = torch.ones(HIDDEN), torch.full((HEAD_DIM,), 0.7)
+        self.sinks = torch.randn(HEADS, generator=generator)
+        angles = torch.outer(torch.arange(4096.0), torch.tensor([1.0, 0.3, 0.1, 0.03]))
+        self.cos, self.sin = angles.cos(), angles.sin()
+        window = ops.allocate_rows(NUM_BLOCKS, BLOCK_TOKENS, HEAD_DIM, KVFormat.BF16)
+        self.kv: tuple[LayerKV, ...] = (window,)
+        if ratio:
+            source = ops.allocate_rows(NUM_BLOCKS, BLOCK_TOKENS, HEAD_DIM, KVFormat.BF16, ratio)
+            self.kv = (window, source)
+
+    def body(self, x: Tensor, batch: RaggedBatch) -> Tensor:
+        ops, (window, *sources) = self.ops, self.kv
+        normed = ops.rms_norm(x, self.norm, 1e-5)
+        q = ops.linear(normed, self.queries).view(x.shape[0], HEADS, HEAD_DIM)
+        rows, values, gates = ops.linear(normed, self.rows).split(HEAD_DIM, dim=-1)
+        for part in (q, rows[:, None]):
+            ops.rotate_pairs(part, self.cos, self.sin, batch.positions)
+        ops.store_rows(rows, window, batch.slots)
+        if self.ratio == 1:
+            slots = batch.slots if batch.global_slots is None else batch.global_slots
+            ops.store_rows(values, sources[0], slots)
+        elif self.ratio == 2:
+            ops.compress(values, gates, self.row_norm, self.cos, self.sin, sources[0], batch, 1e-5)
+        attended = ops.attend_rows(
+            q, window, sources[0] if sources else None, self.sinks, batch, HEAD_DIM**-0.5, 100
+        )
+        ops.rotate_pairs(attended, self.cos, self.sin, batch.positions, inverse=True)
+        mixed = ops.linear(attended.view(x.shape[0], -1), self.out)
+        return ops.add_rms_norm(ops.silu_mul_clamped(mixed, 10.0), x, self.norm, 1e-5)[0]
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+def test_steps_over_rows_are_recorded_and_equal_the_called_ones(ops: CpuOps, ratio: int) -> None:
+    layer = RowsLayer(ops, ratio)
+    for step in range(9):
+        for num_rows in (1, 3, 16):
+            contexts = [max(1, 140 - 9 * row) + step for row in range(num_rows)]
+            batch = decode_batch(contexts)
+            if step % 3 == 2:
+                batch = replace(
+                    batch,
+                    window_starts=torch.tensor(contexts, dtype=torch.int32) // 2,
+                    global_slots=torch.where(torch.arange(num_rows) == 0, -1, batch.slots),
+                )
+            check_batch(layer, batch, seed=step)
+    for context in (1, 255, 256, 700, 2000, 3001):
+        check_batch(layer, decode_batch([context]), seed=context)
+    assert all(program is not None for program in ops._programs._programs.values())
 
 
 def test_results_outlive_the_next_replay(ops: CpuOps) -> None:
