@@ -21,7 +21,10 @@ REASON_TEXTS: Final = MappingProxyType(
             "More is kept, but not what layers with a window need there: the hit ends at the "
             "last end of an input or output."
         ),
-        MissReason.TOO_SHORT: "Less than one block is shared with anything that is kept.",
+        MissReason.TOO_SHORT: (
+            "Less than one block is shared with anything that is kept, or less than one would be "
+            "spared, since the prompt's end is computed in any case."
+        ),
         MissReason.EXPIRED: "It was kept, and not used again within its retention.",
         MissReason.EVICTED: "It was kept, and had to make room for other prefixes.",
         MissReason.OTHER_MODEL: (

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from headwater.app.fleet_plan import plan_holding
 from headwater.app.groups import GIB
 from headwater.app.handovers import open_handovers
 from headwater.app.settings import Settings, cache_folder, is_default_cache, worker_threads
 from headwater.core.blocks import CacheIdentity
 from headwater.core.cache import KVPart, WindowKV
 from headwater.core.errors import ConfigError, StoreError
-from headwater.core.fleet import Role
+from headwater.core.fleet import Holding, Role
 from headwater.core.ports import BlockMemory, Clock, WorkerPort
 from headwater.core.request import ModelInfo
 from headwater.core.tokenizer_source import TokenizerSource
@@ -34,6 +35,7 @@ from headwater.engine.kv_plan import KVLimits
 from headwater.engine.runner import ModelEngine
 from headwater.kv.manager import KVGroup, KVManager
 from headwater.model.catalogue import resolve
+from headwater.model.family import ModelPart
 from headwater.model.load import load_model
 from headwater.numerics.ops import KVFormat, WeightFormat
 from headwater.numerics.select import select_ops
@@ -69,6 +71,7 @@ class WorkerParts:
     tiers: Tiers | None
     cost_book: CostBook
     role: Role
+    holds: Holding
     handovers: HandoverParts | None
 
     def close(self) -> None:
@@ -94,6 +97,7 @@ class WorkerParts:
             cost_book=self.cost_book,
             role=self.role,
             handoff_address=self.handoff_address,
+            holds=self.holds,
         )
 
     @property
@@ -151,9 +155,14 @@ def build_worker(
     )
     start_s = clock.now_s()
     loaded = load_model(
-        resolve(settings.model.model), ops, weights, context_tokens=settings.model.context_tokens
+        resolve(settings.model.model),
+        ops,
+        weights,
+        context_tokens=settings.model.context_tokens,
+        part=model_part(settings, role),
     )
     loaded_s = clock.now_s()
+    holds = Holding.EARLY if loaded.part is ModelPart.EARLY else Holding.ALL
     engine = build_engine(
         loaded,
         ops=ops,
@@ -162,28 +171,40 @@ def build_worker(
         limits=kv_limits(settings),
         clock=clock,
         served_name=settings.model.served_name,
+        decoder_replay=settings.engine.decoder_replay == "on",
     )
-    ops.warm_up()
+    ops.warm_up(loaded.model.needs)
     log.info(
         "loaded %s in %.1f s, kernels ready %.1f s later",
         loaded.model_id,
         loaded_s - start_s,
         clock.now_s() - loaded_s,
     )
+    log.info(
+        "a %s worker: it holds %.1f MB of the model's %.1f MB of weights, %.1f MB are saved",
+        role,
+        loaded.weights_bytes / 1e6,
+        loaded.full_weights_bytes / 1e6,
+        (loaded.full_weights_bytes - loaded.weights_bytes) / 1e6,
+    )
     info = engine.info
     compiler = GrammarCompiler.from_source(loaded.tokenizer_source)
     compile_threads = ThreadPoolExecutor(NUM_COMPILE_THREADS, thread_name_prefix="constraints")
-    memory = block_memory(ops, engine.kv, loaded.model.cache_plan)
-    cost_book = _profiled(settings, engine, clock)
+    memory = block_memory(ops, engine.kv, engine.kv.groups)
+    cost_book = _profiled(settings, engine, clock, holds)
     tiers = (open_tiers or _open_tiers)(settings, info, memory, clock)
     layout = info.layout
     if info.window_tokens is not None:
         # Both keep the same global KV, but a hit means something else.
         layout += f"/{settings.cache.window_kv}"
-    handovers = open_handovers(settings, role, info, layout, memory, clock)
+    handovers = open_handovers(settings, role, info, layout, memory, clock, holds)
     scheduler = Scheduler(
         KVManager(
-            KVGroup(num_blocks=info.num_blocks, block_tokens=info.block_tokens),
+            KVGroup(
+                num_blocks=info.num_blocks,
+                block_tokens=info.block_tokens,
+                alignment=info.alignment,
+            ),
             window_tokens=info.window_tokens,
         ),
         SchedulerConfig(
@@ -191,6 +212,7 @@ def build_worker(
             max_step_tokens=settings.engine.max_step_tokens,
             max_mixed_prefill_tokens=settings.engine.max_mixed_prefill_tokens,
             max_running_sequences=settings.engine.max_running,
+            decoder_replay_tokens=info.decoder_replay_tokens,
         ),
         lambda tenant: CacheIdentity(loaded.fingerprint, layout, tenant),
         CompileQueue(compiler, compile_threads),
@@ -210,18 +232,30 @@ def build_worker(
         tiers=tiers,
         cost_book=cost_book,
         role=role,
+        holds=holds,
         handovers=handovers,
     )
 
 
-def _profiled(settings: Settings, engine: ModelEngine, clock: Clock) -> CostBook:
+def model_part(settings: Settings, role: Role) -> ModelPart:
+    """What to load where the model has late layers; of others it is all."""
+    holding = plan_holding(
+        role,
+        settings.worker.prefill_weights,
+        decoder_replay=settings.engine.decoder_replay == "on",
+    )
+    return ModelPart.EARLY if holding is Holding.EARLY else ModelPart.ALL
+
+
+def _profiled(settings: Settings, engine: ModelEngine, clock: Clock, holds: Holding) -> CostBook:
     budget_ms = settings.engine.step_budget_ms
     book = CostBook(
         window_tokens=engine.info.window_tokens,
+        counts_late=engine.info.decoder_replay_tokens is not None,
         budget_s=None if budget_ms is None else budget_ms / 1000,
     )
     start_s = clock.now_s()
-    book.learn(profile(engine, clock))
+    book.learn(profile(engine, clock, holds=holds))
     if book.cost is not None:
         log.info(
             "a step takes about %.1f ms + %.3f ms a token, says a profile of %.1f s",

@@ -13,6 +13,7 @@ import json
 import math
 import platform
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -23,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwater import __version__
-from headwater.app.assemble import kv_format, kv_limits, weight_format
+from headwater.app.assemble import kv_format, kv_limits, model_part, weight_format
 from headwater.app.fleet_plan import advise_fleet
 from headwater.app.key_file import read_keys
 from headwater.app.machine import usable_cores
@@ -36,7 +37,9 @@ from headwater.app.settings import (
     worker_threads,
 )
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
-from headwater.engine.kv_plan import plan_kv
+from headwater.core.fleet import Role
+from headwater.engine.kv_cache import kv_bytes_per_token
+from headwater.engine.kv_plan import KVPlan, plan_kv
 from headwater.engine.memory import available_bytes
 from headwater.model.catalogue import (
     CATALOGUE,
@@ -46,6 +49,7 @@ from headwater.model.catalogue import (
     ToyLocation,
     resolve,
 )
+from headwater.model.family import ModelPart
 from headwater.model.joined_file import PartsLocation
 from headwater.model.load import FAMILIES, OpenedModel, open_model
 from headwater.numerics.ops import Ops, WeightFormat
@@ -199,12 +203,15 @@ def _fleet(settings: Settings, report: Report) -> None:
     report.facts["fleet"] = facts
 
 
-def _advise(report: Report, device: str, weights_bytes: int, free_bytes: int) -> None:
+def _advise(
+    report: Report, device: str, weights_bytes: int, prefill_bytes: int, free_bytes: int
+) -> None:
     """The fleet that this machine is best at, and why."""
     advice = advise_fleet(
         num_cores=usable_cores(),
         is_accelerator=device != "cpu",
         weights_bytes=weights_bytes,
+        prefill_bytes=prefill_bytes,
         free_bytes=free_bytes,
     )
     report.facts["fleet"] = {
@@ -281,38 +288,108 @@ def _model(settings: Settings, ops: Ops, report: Report) -> None:
         "free memory": f"{_mib(free_bytes)} on {ops.device}",
     }
     report.facts["model"] = facts
-    _advise(report, ops.device.type, weights_bytes, free_bytes)
-    num_workers = max(len(local_roles(settings)), 1)
-    if num_workers * weights_bytes > free_bytes:
-        raise ModelError(
-            f"the weights take about {_mib(weights_bytes)} in each of {num_workers} workers, but "
-            f"{_mib(free_bytes)} are free; try --weights int8, a smaller model or fewer workers"
-        )
-    # Every layer of the families that exist today keeps KV for every token.
-    bytes_per_token = config.num_layers * ops.kv_bytes_per_token(
-        config.num_kv_heads, config.head_dim, kv_format(settings)
+    early_bytes = _weights_bytes(
+        opened, weight_format(settings), model_part(settings, Role.PREFILL)
     )
+    _advise(report, ops.device.type, weights_bytes, early_bytes, free_bytes)
+    shares = _shares(settings, opened)
+    for share in shares:
+        if share.weights_bytes < weights_bytes:
+            facts[f"weights of {share.names}"] = (
+                f"about {_mib(share.weights_bytes)}, the {share.part} layers alone: "
+                f"{_mib(weights_bytes - share.weights_bytes)} saved in each of {share.num_workers}"
+            )
+    all_weights_bytes = sum(share.num_workers * share.weights_bytes for share in shares)
+    if all_weights_bytes > free_bytes:
+        each = " and ".join(
+            f"{_mib(share.weights_bytes)} in each of {share.num_workers} {share.names}"
+            for share in shares
+        )
+        raise ModelError(
+            f"the weights take about {each}, but {_mib(free_bytes)} are free; "
+            "try --weights int8, a smaller model or fewer workers"
+        )
+    memory = []
+    for share in shares:
+        bytes_per_token, plan = _kv_plan(
+            settings, opened, ops, share.part, free_bytes - all_weights_bytes
+        )
+        behind = f" of {share.names}" if len(shares) > 1 else ""
+        facts[f"KV{behind}"] = f"{format_bytes(bytes_per_token)} bytes a token; {plan.reason}"
+        facts[f"KV holds{behind}"] = (
+            f"{plan.num_tokens} tokens; longest sequence {plan.context_tokens}"
+        )
+        share_bytes = share.weights_bytes + plan.kv_bytes
+        memory.append(f"about {_mib(share_bytes)} in each of {share.num_workers} {share.names}")
+    facts["memory"] = "; ".join(memory)
+    report.findings.append(Finding(Level.OK, "model", f"{opened.model_id} would be served"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """The workers of one role; of all roles where they hold the same."""
+
+    names: str
+    num_workers: int
+    part: ModelPart
+    weights_bytes: int  # of one of them, about
+
+
+def _shares(settings: Settings, opened: OpenedModel) -> list[_Share]:
+    """Where only others will join, as if there were one of them."""
+    whole_bytes = _weights_bytes(opened, weight_format(settings))
+    roles = Counter(local_roles(settings) or (Role.BOTH,))
+    shares = []
+    for role, num_workers in roles.items():
+        part = model_part(settings, role)
+        num_bytes = _weights_bytes(opened, weight_format(settings), part)
+        shares.append(
+            _Share(
+                names=f"{role} workers",
+                num_workers=num_workers,
+                part=part,
+                weights_bytes=num_bytes,
+            )
+        )
+    if any(share.weights_bytes < whole_bytes for share in shares):
+        return shares
+    return [
+        _Share(
+            names="workers",
+            num_workers=roles.total(),
+            part=ModelPart.ALL,
+            weights_bytes=whole_bytes,
+        )
+    ]
+
+
+def _kv_plan(
+    settings: Settings, opened: OpenedModel, ops: Ops, part: ModelPart, available_bytes: int
+) -> tuple[int, KVPlan]:
+    """Bytes of a token, and the plan of one worker."""
+    config = opened.config
+    groups = FAMILIES[config.family].cache_plan(config, part)
+    bytes_per_token = kv_bytes_per_token(ops, groups, kv_format(settings))
     plan = plan_kv(
         kv_limits(settings),
         bytes_per_token=bytes_per_token,
         model_context_tokens=config.context_tokens,
-        available_bytes=free_bytes - num_workers * weights_bytes,
+        available_bytes=available_bytes,
     )
-    facts["KV"] = f"{format_bytes(bytes_per_token)} bytes a token; {plan.reason}"
-    facts["KV holds"] = f"{plan.num_tokens} tokens; longest sequence {plan.context_tokens}"
-    facts["memory"] = (
-        f"about {_mib(weights_bytes + plan.kv_bytes)} in each of {num_workers} workers"
-    )
-    report.findings.append(Finding(Level.OK, "model", f"{opened.model_id} would be served"))
+    return bytes_per_token, plan
 
 
-def _weights_bytes(opened: OpenedModel, weight_format: WeightFormat) -> int:
-    shapes = FAMILIES[opened.config.family].expected_tensors(opened.config).values()
+def _weights_bytes(
+    opened: OpenedModel, weight_format: WeightFormat, part: ModelPart = ModelPart.ALL
+) -> int:
+    family = FAMILIES[opened.config.family]
+    shapes = family.expected_tensors(opened.config, part).values()
     return sum(math.prod(shape) for shape in shapes) * _BYTES_PER_WEIGHT[weight_format]
 
 
 def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f} MiB"
+    size = num_bytes / 2**20
+    return f"{size:.0f} MiB" if size >= 100 else f"{size:.1f} MiB"
 
 
 def run(settings: Settings, *, as_json: bool, measure: bool = False) -> int:

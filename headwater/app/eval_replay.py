@@ -1,4 +1,4 @@
-"""``headwater eval replay``: what replaying windows costs in output quality, by hit length.
+"""``headwater eval replay``: what replays cost in output quality, by hit length.
 
 Loads the model here, in this process, and compares hits with cold runs over real
 text: a file of the caller's, or the documentation that comes with Python. Knows no
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from headwater.app.settings import Settings, set_thread_environment, usable_cores
 from headwater.core.errors import ConfigError
-from headwater.engine.replay_eval import Difference, ReplayMeter, ReplaySample
+from headwater.engine.replay_eval import HitKind, ReplayMeter, ReplaySample
 from headwater.recipe.load import load_recipe
 
 HITS = (512, 1024, 2048, 4096)
@@ -135,14 +135,11 @@ def run(settings: Settings, options: ReplayOptions) -> int:
             meter.measure([*begin, *tokens[start : start + length]][:length], hit)
             for start in range(0, options.num_texts * stride, stride)
         ]
-        summaries += [
-            _summary("exact", [sample.exact for sample in samples], samples),
-            _summary("replay", [sample.replay for sample in samples], samples),
-        ]
+        summaries += [_summary(kind, samples) for kind in samples[0].differences]
     if options.as_json:
         print(json.dumps([_as_dict(summary) for summary in summaries], indent=2))
     else:
-        _print(loaded.model_id, meter.replay_tokens, options, summaries)
+        _print(loaded.model_id, meter, options, summaries)
     return os.EX_OK
 
 
@@ -157,15 +154,14 @@ def _text(path: Path | None) -> str:
         raise ConfigError(f"cannot read the text {path}: {error}") from None
 
 
-def _summary(
-    kind: str, differences: Sequence[Difference], samples: Sequence[ReplaySample]
-) -> Summary:
+def _summary(kind: HitKind, samples: Sequence[ReplaySample]) -> Summary:
+    differences = [sample.differences[kind] for sample in samples]
     divergence = [value for item in differences for value in item.divergence]
     agrees = [agree for item in differences for agree in item.top_agrees]
     num_greedy = sum(sample.num_greedy_tokens for sample in samples)
     return Summary(
         num_hit_tokens=samples[0].num_hit_tokens,
-        kind=kind,
+        kind=kind.value,
         divergence_mean=fmean(divergence),
         divergence_p95=quantiles(divergence, n=20)[-1] if len(divergence) > 1 else divergence[0],
         top_agreement=fmean(agrees),
@@ -178,11 +174,13 @@ def _as_dict(summary: Summary) -> dict[str, object]:
 
 
 def _print(
-    model_id: str, replay_tokens: int, options: ReplayOptions, summaries: Sequence[Summary]
+    model_id: str, meter: ReplayMeter, options: ReplayOptions, summaries: Sequence[Summary]
 ) -> None:
+    keep_tokens = meter.keep_tokens
+    late = "" if keep_tokens is None else f", {keep_tokens} by late layers"
     table = Table(
-        title=f"{model_id}: {replay_tokens} tokens replayed, {options.num_texts} texts a length, "
-        f"{options.num_scored} tokens scored, {options.num_greedy} generated"
+        title=f"{model_id}: {meter.replay_tokens} tokens replayed{late}, {options.num_texts} texts "
+        f"a length, {options.num_scored} tokens scored, {options.num_greedy} generated"
     )
     for name in ("hit tokens", "hit", "KL mean", "KL p95", "top-1 the same", "greedy the same"):
         table.add_column(name, justify="left" if name == "hit" else "right")
@@ -199,6 +197,11 @@ def _print(
     console.print(table)
     console.print(
         "KL in nats against a cold run. exact: windows kept, only chunk borders differ (rounding). "
-        "replay: windows computed again. greedy: share of generated tokens before the first "
-        "difference."
+        + (
+            "replay: windows computed again."
+            if keep_tokens is None
+            else "encoder: windows computed again (replay); decoder: late layers compute a "
+            "prompt's end only."
+        )
+        + " greedy: share of generated tokens before the first difference."
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headwater.core.errors import ConfigError
-from headwater.core.fleet import Role
+from headwater.core.fleet import Holding, Role
 
 # Below this, each half of a split has too few threads to be worth a second copy of the weights.
 MIN_SPLIT_CORES = 16
@@ -36,6 +36,17 @@ def plan_roles(both: int | None, prefill: int, decode: int, *, may_join: bool) -
             "or let workers join with --control-listen"
         )
     return (Role.PREFILL,) * prefill + (Role.DECODE,) * decode + (Role.BOTH,) * num_both
+
+
+def plan_holding(role: Role, prefill_weights: str, *, decoder_replay: bool) -> Holding:
+    """What a worker keeps of its model: with decoder replay no token of a prefill worker goes
+    through the late layers. Of a model without any, the early part is all of it.
+
+    >>> plan_holding(Role.PREFILL, "auto", decoder_replay=True).value
+    'early'
+    """
+    is_spared = role is Role.PREFILL and decoder_replay and prefill_weights == "auto"
+    return Holding.EARLY if is_spared else Holding.ALL
 
 
 def share_threads(num_cores: int, num_workers: int) -> int:
@@ -81,24 +92,28 @@ class FleetAdvice:
 
 
 def advise_fleet(
-    *, num_cores: int, is_accelerator: bool, weights_bytes: int, free_bytes: int
+    *, num_cores: int, is_accelerator: bool, weights_bytes: int, prefill_bytes: int, free_bytes: int
 ) -> FleetAdvice:
     """The default for a machine. Two workers on one device share what it computes, so a split
-    there buys even streams, not throughput; a step budget buys the same for one worker."""
+    there buys even streams, not throughput; a step budget buys the same for one worker.
+    ``prefill_bytes``: what a prefill worker keeps of the weights."""
+    times = "twice"
+    if prefill_bytes < weights_bytes:
+        times = f"{1 + prefill_bytes / weights_bytes:.1f} times"
     if is_accelerator:
         return FleetAdvice(
             flags="--both 1",
-            why="one device: two workers would share its compute and hold its weights twice",
+            why=f"one device: two workers would share its compute and hold its weights {times}",
         )
     if num_cores < MIN_SPLIT_CORES:
         return FleetAdvice(
             flags="--both 1",
             why=f"{num_cores} cores: a split would leave each side {share_threads(num_cores, 2)} "
-            "and hold the weights twice; the step budget keeps streams even",
+            f"and hold the weights {times}; the step budget keeps streams even",
         )
-    if 2 * weights_bytes > free_bytes // 2:
+    if weights_bytes + prefill_bytes > free_bytes // 2:
         return FleetAdvice(
-            flags="--both 1", why="a second copy of the weights would take the room of the KV"
+            flags="--both 1", why=f"the weights held {times} would take the room of the KV"
         )
     return FleetAdvice(
         flags="--both 1",

@@ -102,9 +102,10 @@ class ModelSettings:
         str,
         Option(
             help="A catalogue name, a folder with safetensors, a .gguf file, or a hub id. "
-            "smollm2 comes from an installed package and needs no download."
+            "headwater-mini is part of this package and smollm2 of an installed one: "
+            "neither needs a download."
         ),
-    ] = "smollm2"
+    ] = "headwater-mini"
     served_name: Annotated[
         str | None,
         Option(help="Name that callers use for the model.", none_means="the model's own name"),
@@ -203,6 +204,14 @@ class EngineSettings:
             none_means="only the limits on tokens",
         ),
     ] = 150.0
+    decoder_replay: Annotated[
+        Literal["on", "off"],
+        Option(
+            help="For models with late layers (family ced). on: of a prompt they compute the last "
+            "tokens only, a window and a little more, which nearly halves prefill; output is near "
+            "that of off and not equal. Requests with prompt logprobs compute all of it."
+        ),
+    ] = "on"
     max_mixed_prefill_tokens: Annotated[
         int,
         Option(
@@ -328,6 +337,13 @@ class WorkerSettings:
             none_means="on loopback: from this machine only",
         ),
     ] = None
+    prefill_weights: Annotated[
+        Literal["auto", "all"],
+        Option(
+            help="What a prefill worker keeps of the model. auto: with decoder replay, only the "
+            "part that writes a prompt's KV, about half where the model has late layers."
+        ),
+    ] = "auto"
     machine_workers: Annotated[
         int,
         Option(

@@ -10,7 +10,7 @@ from headwater.app.fleet_plan import plan_handoff_endpoint
 from headwater.app.joined_worker import worker_secret
 from headwater.app.settings import Settings
 from headwater.core.cache import KVPart
-from headwater.core.fleet import Role
+from headwater.core.fleet import Holding, Role
 from headwater.core.ports import BlockMemory, Clock
 from headwater.core.request import ModelInfo
 from headwater.transfer.handoff_receiver import HandoffReceiver
@@ -20,7 +20,13 @@ from headwater.worker.handover import HandoverParts
 
 
 def open_handovers(
-    settings: Settings, role: Role, info: ModelInfo, layout: str, memory: BlockMemory, clock: Clock
+    settings: Settings,
+    role: Role,
+    info: ModelInfo,
+    layout: str,
+    memory: BlockMemory,
+    clock: Clock,
+    holds: Holding = Holding.ALL,
 ) -> HandoverParts | None:
     """None for a worker that only does whole requests. ``layout`` is the cache identity's.
 
@@ -37,6 +43,8 @@ def open_handovers(
         window_tokens=info.window_tokens,
         global_bytes=memory.part_bytes(KVPart.GLOBAL),
         window_bytes=memory.part_bytes(KVPart.WINDOW),
+        alignment=info.alignment,
+        decoder_replay_tokens=info.decoder_replay_tokens,
     )
     keys = FleetKeys.of(worker_secret(settings))
     bind = plan_handoff_endpoint(settings.worker.handoff_listen)
@@ -44,4 +52,7 @@ def open_handovers(
         part_bytes=memory.part_bytes,
         sender=HandoffSender(contract, memory, keys, clock) if gives else None,
         receiver=HandoffReceiver(contract, memory, keys, clock, bind=bind) if takes else None,
+        holds=holds,
+        alignment=info.alignment,
+        decoder_replay_tokens=info.decoder_replay_tokens,
     )

@@ -187,7 +187,7 @@ def _log_model(info: ModelInfo) -> None:
         info.model_id,
         info.family,
         info.weights_format,
-        info.weights_bytes / 1e6,
+        (info.weights_bytes + info.saved_weights_bytes) / 1e6,
         info.device,
         info.context_tokens,
         info.num_blocks * info.block_tokens,

@@ -21,7 +21,7 @@ from rich.text import Text
 from headwater.api.pools import PATH, PoolsBody
 from headwater.app.target import Target
 from headwater.core.errors import ConfigError
-from headwater.core.fleet import Role
+from headwater.core.fleet import Holding, Role
 from headwater.core.ports import BucketStatus, WorkerStatus
 from headwater.router.pools_policy import PoolBalance, pool_balance
 
@@ -119,8 +119,8 @@ def _table(title: str, *columns: str) -> Table:
 
 def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
     table = _table(
-        "workers", "worker", "role", "state", "requests", "waiting", "running", "KV", "queue s",
-        "restarts",
+        "workers", "worker", "role", "state", "weights", "requests", "waiting", "running", "KV",
+        "queue s", "restarts",
     )  # fmt: skip
     for worker in workers:
         role = worker.role.value
@@ -133,10 +133,21 @@ def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
             num_blocks = load.num_free_blocks + load.num_cached_blocks + load.num_held_blocks
             held = f"{load.num_held_blocks / num_blocks:.0%}" if num_blocks else "-"
         table.add_row(
-            worker.worker_id, role, worker.state.value, str(worker.num_in_flight), waiting, running,
-            held, f"{worker.queue_s:.2f}", str(worker.num_restarts),
+            worker.worker_id, role, worker.state.value, _weights(worker), str(worker.num_in_flight),
+            waiting, running, held, f"{worker.queue_s:.2f}", str(worker.num_restarts),
         )  # fmt: skip
     return table
+
+
+def _weights(worker: WorkerStatus) -> str:
+    """MiB that it holds, of those of its model where that is more."""
+    if not worker.weights_bytes:
+        return "-"
+    held = f"{worker.weights_bytes / 2**20:.0f}"
+    if worker.holds is Holding.ALL:
+        return held
+    whole_bytes = worker.weights_bytes + worker.saved_weights_bytes
+    return f"{held}/{whole_bytes / 2**20:.0f}"
 
 
 def _buckets(buckets: tuple[BucketStatus, ...]) -> Table:

@@ -28,7 +28,8 @@ class Tier(StrEnum):
 
 class KVPart(StrEnum):
     """Which layers' KV a record holds. GLOBAL: all layers that see every token (all
-    layers of a full-attention model). WINDOW: the layers with a window."""
+    layers of a full-attention model). WINDOW: the layers with a window, less late layers where
+    those begin anew at each use (decoder replay)."""
 
     GLOBAL = "global"
     WINDOW = "window"
@@ -68,7 +69,7 @@ class MissReason(StrEnum):
     NEW = "new"  # nothing that was kept goes further
     DIFFERS = "differs"  # what was kept goes on with another token at exactly this place
     NO_WINDOW = "no_window"  # more is kept, but not the window KV that an exact hit needs there
-    TOO_SHORT = "too_short"  # less than a block in common: not worth keeping
+    TOO_SHORT = "too_short"  # a hit would save less than a block: not worth keeping
     EXPIRED = "expired"  # was kept, and nobody used it for its retention
     EVICTED = "evicted"  # was kept, and had to make room
     OTHER_MODEL = "other_model"  # kept under other weights, config, numerics or layout
@@ -83,8 +84,8 @@ class MissReason(StrEnum):
 class CacheReport:
     """One prompt's hit: where it lay and why it ended. Tiers add up to the hit tokens.
 
-    Tokens that were replayed are hit tokens too; they are counted apart because they
-    cost a window's computation.
+    Tokens that were replayed are hit tokens too, computed again for their window KV or
+    for late layers; they are counted apart because they cost that.
     """
 
     num_device_tokens: int = 0

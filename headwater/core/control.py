@@ -11,11 +11,19 @@ from dataclasses import dataclass
 
 from headwater.core.cache import StoreStats
 from headwater.core.cost import StepCost
-from headwater.core.fleet import HandoffRef, HandoffReport, KVEvents, Phase, Resume, Role
+from headwater.core.fleet import (
+    HandoffRef,
+    HandoffReport,
+    Holding,
+    KVEvents,
+    Phase,
+    Resume,
+    Role,
+)
 from headwater.core.request import ModelInfo, Request, RequestId, SequenceOutput
 from headwater.core.tokenizer_source import TokenizerSource
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +129,7 @@ class Hello:
     tokenizer: TokenizerSource
     role: Role = Role.BOTH
     handoff_address: str = ""  # where this worker takes KV; empty: it takes none
+    holds: Holding = Holding.ALL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,9 @@
 Both workers are told of a *handoff* by the same id. The decode side takes blocks for the
 prompt as for any sequence, and what it lacks comes from the prefill side, block by block,
 while later chunks are still being computed. It computes the prompt's last token itself, so
-the first output token is chosen once, by the side that goes on. Plain values.
+the first output token is chosen once, by the side that goes on. Where a model's late layers
+compute a prompt's last tokens only (decoder replay), it computes all of those itself, and the
+prefill side need not even hold the weights of those layers. Plain values.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from headwater.core.blocks import PrefixKey
+from headwater.core.request import Request, late_start
 
 
 class Role(StrEnum):
@@ -24,12 +27,32 @@ class Role(StrEnum):
     BOTH = "both"
 
 
+class Holding(StrEnum):
+    """Which weights a worker keeps in memory."""
+
+    ALL = "all"
+    EARLY = "early"  # what the KV before the late layers needs: no output, so PREFILL only
+
+
 class Phase(StrEnum):
     """Which part of a request a worker is asked for."""
 
     WHOLE = "whole"
     PREFILL = "prefill"  # compute the prompt's KV and hand it over; no output
     DECODE = "decode"  # take the prompt's KV, go on from there
+
+
+def handed_tokens(request: Request, decoder_replay_tokens: int | None, alignment: int) -> int:
+    """How many of the prompt's first tokens a prefill worker computes for a decode worker.
+
+    All but the last. With decoder replay all up to where the late layers begin, as a multiple
+    of ``alignment``: from there on the decode side computes every layer. So of 301 tokens,
+    with a replay of 140 and pairs of tokens in one row, it is 160, and none of 100.
+    """
+    start = late_start(request, decoder_replay_tokens)
+    if start is None:
+        return max(request.num_prompt_tokens - 1, 0)
+    return start - start % alignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from headwater.core.cache import (
 )
 from headwater.core.constraint import Constraint
 from headwater.core.control import FromWorker, StepTiming, ToWorker, WorkerLoad
-from headwater.core.fleet import Role
+from headwater.core.fleet import Holding, Role
 from headwater.core.request import ModelInfo, Request, SequenceOutput
 from headwater.core.step import StepPlan, StepResult
 
@@ -357,6 +357,9 @@ class WorkerStatus:
     prefill_s: float = 0.0  # seconds of its steps that went into prompts
     decode_s: float = 0.0  # and into output
     acting: Role = Role.BOTH  # what a BOTH worker is used for now
+    holds: Holding = Holding.ALL
+    weights_bytes: int = 0  # that it holds, and of its model those that it does not; while it is up
+    saved_weights_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

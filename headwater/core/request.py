@@ -158,9 +158,44 @@ class ModelInfo:
     num_blocks: int
     kv_bytes_per_token: int
     weights_format: str
-    weights_bytes: int
+    weights_bytes: int  # that the worker holds
     numerics: str
     device: str
     kernels: dict[str, str] = field(default_factory=dict)
     window_tokens: int | None = None  # of the layers with a window, if there are any
     layout: str = ""  # of KV, as in CacheIdentity
+    alignment: int = 1  # hits end at multiples of it; it divides ``block_tokens``
+    # Late layers compute so many of a prompt's last tokens (``late_start``). None: there are
+    # none, or they compute every token.
+    decoder_replay_tokens: int | None = None
+    saved_weights_bytes: int = 0  # of the model that the worker does not hold
+
+
+# Tokens that a drafter proposes at once: a step then takes back up to so many that were not
+# accepted. No drafter is served yet; with DeepSeek's 5 a prompt's late layers compute what
+# theirs do (140 tokens for a window of 128), and a drafter will change no output.
+DRAFT_TOKENS = 5
+
+
+def replay_tokens(window_tokens: int) -> int:
+    """How many of a prompt's last tokens late layers compute under decoder replay: a window,
+    and what two steps may take back, so that no token after the prompt ever looks before them.
+
+    >>> replay_tokens(128)
+    140
+    """
+    return window_tokens + 2 * (DRAFT_TOKENS + 1)
+
+
+def late_start(request: Request, decoder_replay_tokens: int | None) -> int | None:
+    """From which position on late layers compute the request's tokens; None as for
+    ``ModelInfo.decoder_replay_tokens``.
+
+    By the request's own prompt, whatever was generated since: so a sequence that is computed
+    again has the numbers that it had.
+    """
+    if decoder_replay_tokens is None:
+        return None
+    if request.num_prompt_logprobs is not None:  # every hidden state is read
+        return 0
+    return max(0, request.num_prompt_tokens - decoder_replay_tokens)

@@ -52,6 +52,10 @@ class StepRow:
     ``window_start`` on and never look before it. The row's first ``num_replayed`` tokens
     are a *replay*: their global KV is there and stays as it is, only their window KV is
     written.
+
+    Only for models with late layers (those behind the last source of global KV): they compute
+    the row's tokens from position ``late_start`` on and hold window KV from
+    ``max(window_start, late_start)`` on. A row that is sampled or scored has such tokens.
     """
 
     sequence_id: SequenceId
@@ -63,6 +67,7 @@ class StepRow:
     next_tokens: tuple[int, ...] = ()
     window_start: int = 0
     num_replayed: int = 0
+    late_start: int = 0
 
     @property
     def end(self) -> int:

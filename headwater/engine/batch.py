@@ -19,13 +19,21 @@ begins at 2:
     window_starts  2, 0
     global_slots   -1 9*4+3 3*4+0 | 7*4+2
 
+For a model with late layers, if a's late tokens begin at 4 and b's at 1, and a window is 3:
+
+    late.indices   2 | 3            of the tokens; rows without any are left out
+    late.batch     the same of them: row_starts 0 1 2, positions 4 | 6, window_starts 4, 1
+
+It is left out (None) where late layers compute every token of the step and see through their
+windows what the others see, as in every step that only decodes.
+
 Arrays are built with numpy and handed to torch one by one: at 64 rows a step
 has room for about 0.3 ms of this, and small torch ops cost several times numpy's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -36,7 +44,7 @@ from torch import Tensor
 from headwater.core.blocks import BlockId
 from headwater.core.errors import EngineFault
 from headwater.core.step import SequenceId, StepPlan, StepRow
-from headwater.numerics.ops import RaggedBatch
+from headwater.numerics.ops import LateTokens, RaggedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +67,18 @@ class BatchBuilder:
         context_tokens: int,
         vocab_size: int,
         device: torch.device,
-        has_windows: bool = False,
+        window_tokens: int | None = None,
+        has_late: bool = False,
     ) -> None:
-        """``has_windows``: the model has layers with a window."""
+        """``window_tokens`` of the model's layers with a window, the widest. ``has_late``: some
+        of those are late layers."""
         self._block_tokens = block_tokens
         self._context_tokens = context_tokens
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
         self._device = device
-        self._has_windows = has_windows
+        self._window_tokens = window_tokens
+        self._has_late = has_late
         self._tables: dict[SequenceId, _Table] = {}
         self.highest_block = -1  # ever seen in a block table
 
@@ -101,25 +112,96 @@ class BatchBuilder:
         positions += np.repeat(starts - row_starts[:-1], lens)
         blocks = tables[row_of_token, positions // self._block_tokens].astype(np.int64)
         slots = blocks * self._block_tokens + positions % self._block_tokens
-        window_starts = global_slots = None
-        if self._has_windows:
+        if self._window_tokens is None:
+            if any(row.window_start or row.num_replayed or row.late_start for row in rows):
+                raise EngineFault(
+                    "a row has a window, a replay or late tokens, but no layer has a window"
+                )
+            window_starts = global_slots = None
+        else:
             window_starts, replay_ends = _windows(rows, starts, lens)
             global_slots = np.where(positions < np.repeat(replay_ends, lens), -1, slots)
-        elif any(row.window_start or row.num_replayed for row in rows):
-            raise EngineFault("a row has a window or a replay, but no layer has a window")
-        return StepTensors(
-            ids=self._tensor(ids),
-            batch=RaggedBatch(
-                row_starts=self._tensor(row_starts),
-                context_lens=self._tensor(context_lens),
-                block_tables=self._tensor(tables),
-                positions=self._tensor(positions),
-                slots=self._tensor(slots),
-                max_row_tokens=int(lens.max()),
-                max_context=max_context,
-                window_starts=None if window_starts is None else self._tensor(window_starts),
-                global_slots=None if global_slots is None else self._tensor(global_slots),
-            ),
+        arrays = _Arrays(
+            row_starts, context_lens, tables, positions, slots, window_starts, global_slots
+        )
+        batch = self._batch(arrays, int(lens.max()), max_context)
+        if window_starts is not None:
+            late = self._late(rows, starts, lens, window_starts, arrays, batch)
+            if late is not None:
+                batch = replace(batch, late=late)
+        return StepTensors(ids=self._tensor(ids), batch=batch)
+
+    def _late(
+        self,
+        rows: tuple[StepRow, ...],
+        starts: NDArray[np.int32],
+        lens: NDArray[np.int32],
+        window_starts: NDArray[np.int32],
+        arrays: _Arrays,
+        batch: RaggedBatch,
+    ) -> LateTokens | None:
+        """What late layers compute of ``batch``, whose ``arrays`` those are; None: all of it, as
+        all layers do."""
+        late_starts = np.array([row.late_start for row in rows], np.int32)
+        if not self._has_late:
+            if late_starts.any():
+                raise EngineFault("a row has late tokens, but the model has no late layers")
+            return None
+        if late_starts.min() < 0:
+            raise EngineFault("a row's late tokens begin before position 0")
+        assert self._window_tokens is not None
+        late_windows = np.maximum(window_starts, late_starts)
+        left_out = late_starts > starts
+        if not left_out.any():
+            # A row's first token sees furthest back.
+            if (late_starts <= np.maximum(starts - self._window_tokens + 1, window_starts)).all():
+                return None
+            every = np.arange(len(arrays.positions))
+            return LateTokens(
+                self._tensor(every), replace(batch, window_starts=self._tensor(late_windows))
+            )
+        for row in rows:
+            is_sampled_early = row.sample is not None and row.late_start >= row.end
+            if is_sampled_early or (row.next_tokens and row.late_start > row.start):
+                raise EngineFault(
+                    f"sequence {row.sequence_id}: tokens are sampled or scored before position "
+                    f"{row.late_start}, where late layers begin"
+                )
+        num_late = np.clip(starts + lens - late_starts, 0, lens)
+        chosen = np.flatnonzero(num_late)
+        indices = np.flatnonzero(arrays.positions >= np.repeat(late_starts, lens))
+        if not len(chosen):
+            return LateTokens(self._tensor(indices), None)
+        row_starts = np.zeros(len(chosen) + 1, np.int32)
+        np.cumsum(num_late[chosen], out=row_starts[1:])
+        context_lens = arrays.context_lens[chosen]
+        assert arrays.global_slots is not None
+        late = _Arrays(
+            row_starts,
+            context_lens,
+            arrays.tables[chosen],
+            arrays.positions[indices],
+            arrays.slots[indices],
+            late_windows[chosen],
+            arrays.global_slots[indices],
+        )
+        return LateTokens(
+            self._tensor(indices),
+            self._batch(late, int(num_late.max()), int(context_lens.max())),
+        )
+
+    def _batch(self, arrays: _Arrays, max_row_tokens: int, max_context: int) -> RaggedBatch:
+        windows, global_slots = arrays.window_starts, arrays.global_slots
+        return RaggedBatch(
+            row_starts=self._tensor(arrays.row_starts),
+            context_lens=self._tensor(arrays.context_lens),
+            block_tables=self._tensor(arrays.tables),
+            positions=self._tensor(arrays.positions),
+            slots=self._tensor(arrays.slots),
+            max_row_tokens=max_row_tokens,
+            max_context=max_context,
+            window_starts=None if windows is None else self._tensor(windows),
+            global_slots=None if global_slots is None else self._tensor(global_slots),
         )
 
     def _block_tables(
@@ -170,6 +252,19 @@ def _windows(
     if num_replayed.min() < 0 or (num_replayed > lens).any():
         raise EngineFault("a row replays fewer than none or more than all of its tokens")
     return window_starts, starts + num_replayed
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """A RaggedBatch on the host."""
+
+    row_starts: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
+    tables: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    window_starts: NDArray[np.int32] | None
+    global_slots: NDArray[np.int64] | None
 
 
 @dataclass(frozen=True, slots=True)

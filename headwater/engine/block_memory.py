@@ -4,6 +4,9 @@
     GLOBAL   of kind global, persisted     k, v of the first layer, k, v of the next, ...
     WINDOW   of kind window, persisted     the same of those
 
+A layer whose rows are keys and values has one buffer for both; what it keeps of a row that is
+not whole yet stays on the device, since a prefix that is kept ends with a row.
+
 ``DeviceBlocks`` hands out the memory itself; ``StagedBlocks`` serves devices that the host
 cannot address. What a layer's bytes mean is between the kernels; ``KVCache.layout`` names it.
 """
@@ -36,7 +39,7 @@ class BlockTensors(Protocol):
 
 
 def block_memory(ops: Ops, kv: KVCache, cache_plan: Sequence[CacheGroup]) -> BlockMemory:
-    """The blocks of ``kv``, which ``ops`` allocated for ``cache_plan``.
+    """The blocks of ``kv``, which ``ops`` allocated; ``cache_plan`` is ``kv.groups``.
 
     Raises ConfigError where their bytes cannot be had in either way.
     """

@@ -65,7 +65,9 @@ class ModelEngine:
             vocab_size=info.vocab_size,
             context_tokens=info.context_tokens,
             device=device,
-            has_windows=window_tokens(model.cache_plan) is not None,
+            window_tokens=window_tokens(kv.groups),
+            # One that holds the early layers alone is told what the others leave out, too.
+            has_late=info.decoder_replay_tokens is not None or any(g.is_late for g in kv.groups),
         )
         self._max_logit_rows = max(1, max_logits_bytes // (4 * info.vocab_size))
 

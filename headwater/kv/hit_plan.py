@@ -6,21 +6,27 @@ Takes what the device has (``DevicePrefix``, a probe) and what the tiers beyond 
 
 KV is causal: the first k tokens of a block are right for every prompt that shares those k
 tokens and all before. So a hit may end inside a block, which is then copied (or loaded)
-into a block of the sequence's own. b = block_tokens, L = the hit, W = the window:
+into a block of the sequence's own. Where one row of KV stands for several tokens, hits end
+where such a row does (``alignment``). b = block_tokens, L = the hit, W = the window, C = where
+computation begins; what is computed of the hit ("replayed") keeps its global KV:
 
     no window     |shared|shared|shared|copy .|      L is anywhere in the copy
-                  0                        L
+                  0                        L = C
 
     exact hit     |shared|shared|shared|copy .|      window KV is needed for [L-W+1, L) and
-    with window     no     yes    yes    yes  L      there from window_start on: the start
+    with window     no     yes    yes    yes  L = C  there from window_start on: the start
                          ^window_start               of the unbroken run of rows that have it
 
-    replay        |shared|copied|copied|copy .|      rows that touch [L-W, L) are the
-                    no        ^window_start   L      sequence's own: the replay writes their
-                              [ L - W ...... L)      window KV, their global KV stays
+    exact hit     |shared|shared|copy .|copied|      late layers have no KV of the hit and
+    with late       yes    yes    yes C .......L     begin at C <= R, the restart: window KV is
+    layers        ^window_start      = R             needed for [C-W+1, C), written from C on
+
+    replay        |shared|copied|copied|copy .|      C = min(L - W, R): rows that touch [C, L)
+                    no        ^ C ............ L     are the sequence's own, the replay writes
+                              window_start           their window KV
 
 A row that the device has without its window part, where a window is needed, is loaded from
-a tier that has both. A hit of less than one block in all is not taken.
+a tier that has both. A hit that saves less than one block in all is not taken.
 """
 
 from __future__ import annotations
@@ -110,8 +116,8 @@ class HitPlan:
     """``sources[i]`` covers tokens [i*b, (i+1)*b) of the hit. Tiers add up to the hit tokens,
     less what comes from a peer.
 
-    Computation starts at ``num_hit_tokens - num_replayed_tokens``. The sequence has window
-    KV from ``window_start`` on and must never look before it.
+    Computation starts at ``computed_from``. The sequence has window KV from ``window_start`` on
+    and must never look before it.
     """
 
     identity: CacheIdentity
@@ -126,6 +132,11 @@ class HitPlan:
     num_disk_tokens: int = 0
     num_load_bytes: int = 0
 
+    @property
+    def computed_from(self) -> int:
+        """The tokens before it need not be computed."""
+        return self.num_hit_tokens - self.num_replayed_tokens
+
 
 def plan_hit(
     probe: DevicePrefix,
@@ -135,50 +146,56 @@ def plan_hit(
     window_tokens: int | None,
     window_kv: WindowKV,
     limit_tokens: int,
+    alignment: int = 1,
+    restart_tokens: int | None = None,
 ) -> HitPlan:
     """The best hit of at most ``limit_tokens`` (and one less than the prompt). O(its blocks).
 
     Without window layers the longest chain wins. With them the longest exact hit, or in
-    ``REPLAY`` the longest chain where that saves more than the window that it replays.
-    ``stored`` may be from before the probe: rows that do not connect are left out.
+    ``REPLAY`` the longest chain where that leaves less to compute. Hits end at multiples of
+    ``alignment``, which divides ``block_tokens``. Computation begins at ``restart_tokens`` or
+    before: from there on late layers are computed (None: there are none, or their KV is kept
+    like all other). ``stored`` may be from before the probe: rows that do not connect are left
+    out.
     """
-    limit = max(0, min(limit_tokens, probe.num_tokens - 1))
+    limit = aligned_down(max(0, min(limit_tokens, probe.num_tokens - 1)), alignment)
+    restart = limit if restart_tokens is None else min(restart_tokens, limit)
     rows = _connect(probe, stored, block_tokens, limit)
-    num_chain = sum(max(row.num_device, row.num_stored) for row in rows)
-    num_hit, num_replayed = num_chain, 0
+    num_chain = aligned_down(sum(max(row.num_device, row.num_stored) for row in rows), alignment)
+    num_hit, has_windows = num_chain, True
     if window_tokens is not None:
-        num_hit = _longest_exact(rows, block_tokens, window_tokens)
-        if window_kv is WindowKV.REPLAY and num_chain - num_hit > window_tokens:
-            num_hit, num_replayed = num_chain, window_tokens
-    if num_hit < block_tokens:
-        num_hit = num_replayed = 0
+        num_hit = _longest_exact(rows, num_chain, block_tokens, window_tokens, alignment, restart)
+        if window_kv is WindowKV.REPLAY:
+            has_windows = min(num_chain - window_tokens, restart) <= min(num_hit, restart)
+    start = min(num_hit, restart)
+    if not has_windows and window_tokens is not None:
+        num_hit, start = num_chain, min(num_chain - window_tokens, restart)
+    if start < block_tokens:
+        num_hit = start = 0
 
-    # Rows [0, first_window) are used for their global KV alone, unless window KV is there anyhow.
-    first_window = first_own = blocks_for(num_hit, block_tokens)
-    if num_replayed:
-        first_own = (num_hit - num_replayed) // block_tokens  # the replay writes to them
-    elif window_tokens is not None:
-        first_window = max(0, num_hit - window_tokens + 1) // block_tokens
+    # Window KV is needed in rows [first_window, end_window), and in others if it is there anyhow.
+    first_window = end_window = blocks_for(start, block_tokens)
+    if has_windows and window_tokens is not None:
+        first_window = max(0, start - window_tokens + 1) // block_tokens
     sources: list[RowSource] = []
     for i, row in enumerate(rows[: blocks_for(num_hit, block_tokens)]):
         num_tokens = min(block_tokens, num_hit - i * block_tokens)
-        may_share = num_tokens == block_tokens and i < first_own
-        sources.append(row.source(num_tokens, i >= first_window, may_share))
-    if num_replayed:
-        window_start = num_hit - num_replayed
+        may_share = (i + 1) * block_tokens <= start
+        sources.append(row.source(num_tokens, first_window <= i < end_window, may_share))
+    window_start = 0
+    if not has_windows:
+        window_start = start
     elif window_tokens is not None:
         window_start = _first_of_run(sources, first_window) * block_tokens
-    else:
-        window_start = 0
     num_by_tier = _count_tiers(sources, block_tokens)
     return HitPlan(
         identity=probe.identity,
         num_tokens=probe.num_tokens,
         num_hit_tokens=num_hit,
-        num_replayed_tokens=num_replayed,
+        num_replayed_tokens=num_hit - start,
         window_start=window_start,
         sources=tuple(sources),
-        reason=_reason(probe, stored, block_tokens, limit, num_hit, num_chain),
+        reason=_reason(probe, stored, block_tokens, limit, restart, num_hit, num_chain, alignment),
         num_device_tokens=num_by_tier[Tier.DEVICE],
         num_host_tokens=num_by_tier[Tier.HOST],
         num_disk_tokens=num_by_tier[Tier.DISK],
@@ -247,23 +264,39 @@ def _at(
     return None, 0
 
 
-def _longest_exact(rows: Sequence[_Row], block_tokens: int, window_tokens: int) -> int:
-    """The largest L for which all rows that touch [L-W+1, L) have window KV.
+def _longest_exact(
+    rows: Sequence[_Row],
+    num_chain: int,
+    block_tokens: int,
+    window_tokens: int,
+    alignment: int,
+    restart: int,
+) -> int:
+    """The largest L for which all rows that touch [C-W+1, C) have window KV, C = min(L, restart).
 
     Within a run of such rows a longer L is the easier one, so only the ends of runs count:
-    the last run that begins at 0 or is at least W-1 tokens long.
+    the last run that begins at 0 or is at least W-1 tokens long. The run that C is in goes on
+    to the end of the chain, if one source has all that is needed of C's own row.
     """
+    last = blocks_for(min(num_chain, restart), block_tokens) - 1  # the row that ends at C
     end: int | None = None  # of the run that row i is in
-    for i in reversed(range(len(rows))):
-        num_window = rows[i].num_window
+    for i in reversed(range(last + 1)):
+        num_window = aligned_down(rows[i].num_window, alignment)
         if not num_window:
             end = None
             continue
-        if end is None or num_window < block_tokens:
+        if i == last and num_window >= min(block_tokens, num_chain - i * block_tokens):
+            end = num_chain
+        elif end is None or num_window < block_tokens:
             end = i * block_tokens + num_window
-        if i * block_tokens <= max(0, end - window_tokens + 1):
+        if i * block_tokens <= max(0, min(end, restart) - window_tokens + 1):
             return end
     return 0
+
+
+def aligned_down(num_tokens: int, alignment: int) -> int:
+    """The largest multiple of ``alignment`` up to ``num_tokens``."""
+    return num_tokens - num_tokens % alignment
 
 
 def _first_of_run(sources: Sequence[RowSource], first_window: int) -> int:
@@ -282,15 +315,18 @@ def _reason(
     stored: StoredPrefix | None,
     block_tokens: int,
     limit: int,
+    restart: int,
     num_hit: int,
     num_chain: int,
+    alignment: int,
 ) -> MissReason:
     """Why the hit is not longer; of several reasons the one that says most."""
-    if 0 < num_hit == probe.num_tokens - 1:
+    longest = aligned_down(probe.num_tokens - 1, alignment)
+    if 0 < num_hit == longest:
         return MissReason.NONE
-    if num_chain == limit < probe.num_tokens - 1:
+    if num_chain == limit < longest:
         return MissReason.ASKED
-    if num_chain < block_tokens and (num_chain or limit < block_tokens):
+    if min(num_chain, restart) < block_tokens and (num_chain or restart < block_tokens):
         return MissReason.TOO_SHORT
     if num_hit < num_chain:
         return MissReason.NO_WINDOW

@@ -10,6 +10,7 @@ sequences and plans of hits; no tensors, no requests, no tiers and no policy.
 
 What a sequence writes is in blocks that only it holds. Of a published block the
 tokens that were published are never written again; a tail's owner writes on after them.
+The KV of late layers is a sequence's own: in a block, it is nothing that others are told of.
 """
 
 from __future__ import annotations
@@ -33,16 +34,25 @@ from headwater.kv.probe import Probe, drop_stale, look
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGroup:
-    """One group of a cache plan on one device: layers that share block tables."""
+    """One group of a cache plan on one device: layers that share block tables.
+
+    ``alignment``: hits end at multiples of so many tokens, where some layers have one row of KV
+    for as many."""
 
     num_blocks: int
     block_tokens: int
     name: str = "global"
+    alignment: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_tokens"):
+        for name in ("num_blocks", "block_tokens", "alignment"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"kv.{name} must be >= 1, got {getattr(self, name)}")
+        if self.block_tokens % self.alignment:
+            raise ConfigError(
+                f"kv.block_tokens ({self.block_tokens}) must be a multiple of the {self.alignment} "
+                "tokens that share a row of KV"
+            )
 
     @property
     def num_tokens(self) -> int:

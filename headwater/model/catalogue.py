@@ -1,5 +1,6 @@
 """From what a person wrote to where a model lies.
 
+    headwater-mini           a model that is part of this package
     smollm2, gemma3          a catalogue name
     toy, toy:seed=3,layers=4 a random model made on the spot
     ./folder, ./file.gguf    on this machine
@@ -25,6 +26,8 @@ from headwater.model.joined_file import PartsLocation
 from headwater.model.toy_source import ToyOptions
 
 TOY = "toy"
+BUILT_IN = "headwater-mini"
+BUILT_IN_FOLDER = Path(__file__).parent / "builtin" / BUILT_IN
 # Where model files of ours go: those that come in parts.
 MODELS_FOLDER = Path("~/.cache/headwater/models")
 
@@ -124,6 +127,8 @@ def resolve(
         return ToyLocation(
             options=ToyOptions.parse(name.removeprefix(TOY).removeprefix(":")), model_id=name
         )
+    if name == BUILT_IN:
+        return _built_in(BUILT_IN_FOLDER)
     if name in CATALOGUE:
         return _from_catalogue(name, CATALOGUE[name], hub, models_folder)
     path = Path(name).expanduser()
@@ -135,6 +140,15 @@ def resolve(
     if match is not None:
         return _from_hub(match["repository"], match["file"], name, hub)
     raise ModelError(_unknown(name))
+
+
+def _built_in(folder: Path) -> FolderLocation:
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{BUILT_IN} is part of headwater, but its files are missing from {folder}; "
+            "install headwater again, from a wheel or a clone that has them"
+        )
+    return FolderLocation(path=folder, model_id=BUILT_IN)
 
 
 def _from_catalogue(
@@ -204,7 +218,7 @@ def _from_hub(repository: str, file: str | None, model_id: str, hub: Hub) -> Mod
 
 
 def _unknown(name: str) -> str:
-    known = [*CATALOGUE, TOY]
+    known = [BUILT_IN, *CATALOGUE, TOY]
     nearest = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return (

@@ -82,8 +82,47 @@ class WindowLayers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderDecoder:
+    """DeepSeek-V4.1's shape: what the family ``ced`` has besides the fields of ModelConfig.
+
+    Layers [0, num_encoder_layers) are the causal encoder. ``compress_ratios`` are 0 (window
+    only), 1 or 2, one per layer; a layer with r > 0 reads the rows of the nearest source layer
+    at or below it, which has the same ratio. Places for what a later version computes:
+    ``ced_config`` refuses hyper-connections, n-gram memory, a top-k index and draft layers.
+    """
+
+    num_encoder_layers: int
+    kv_source_layers: tuple[int, ...]  # ascending; the last one is num_encoder_layers
+    compress_ratios: tuple[int, ...]
+    window_tokens: int
+    rope_head_dim: int  # the last entries of a head; the rest is not rotated
+    compress_rope_theta: float  # of layers with r > 0, which alone scale (``rope_scaling``)
+    q_rank: int
+    o_groups: int
+    o_rank: int
+    num_experts: int
+    num_experts_per_token: int
+    num_shared_experts: int
+    expert_size: int  # inner size of one expert; a shared one has the same
+    routed_scaling: float
+    swiglu_limit: float
+
+    @property
+    def cut(self) -> int:
+        """The last source layer: it and the layers behind it are *late*. Its KV is written for
+        every token, the rest of it and of them is computed where it is needed."""
+        return self.kv_source_layers[-1]
+
+    def source_of(self, layer: int) -> int | None:
+        """The layer whose rows ``layer`` attends to beside its window; None: it has none."""
+        if not self.compress_ratios[layer]:
+            return None
+        return max(source for source in self.kv_source_layers if source <= layer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One dense decoder. Raises ModelError when the shapes contradict each other."""
+    """One decoder. Raises ModelError when the shapes contradict each other."""
 
     family: str
     architecture: str  # as the file names it
@@ -107,6 +146,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int] = frozenset()
     window: WindowLayers | None = None  # None: every layer sees every token
     attention_scale: float | None = None  # of q k; None: head_dim ** -0.5
+    encoder_decoder: EncoderDecoder | None = None  # exactly for the family ced
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -159,7 +199,7 @@ class ModelConfig:
         values = asdict(self)
         for name in ("bos_token_id", "eos_token_ids", "context_tokens"):
             del values[name]
-        for name in ("window", "attention_scale"):
+        for name in ("window", "attention_scale", "encoder_decoder"):
             if values[name] is None:
                 del values[name]
         values["rope_scaling"]["kind"] = type(self.rope_scaling).__name__

@@ -56,6 +56,22 @@ class Fields:
             raise self._wrong(name, "a positive number")
         return float(value)
 
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(name, "an integer of at least 0")
+        return value
+
+    def counts(self, name: str) -> tuple[int, ...]:
+        value = self.values.get(name)
+        if not isinstance(value, list | tuple) or any(
+            isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value
+        ):
+            raise self._wrong(name, "a list of integers of at least 0")
+        return tuple(value)
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name)
         if value is None:

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from headwater.core.errors import ModelError
 from headwater.model.config import ModelConfig, NoScaling, WindowLayers
-from headwater.model.family import CacheGroup, CacheKind
+from headwater.model.family import CacheGroup, CacheKind, ModelPart
 from headwater.model.packing import WeightPacker, bytes_of, flops_of
 from headwater.model.rope import rotary_table
 from headwater.model.weights import ReadTensor
-from headwater.numerics.ops import LayerKV, Ops, PackedLinear, RaggedBatch, WeightFormat
+from headwater.numerics.ops import LayerKV, Need, Ops, PackedLinear, RaggedBatch, WeightFormat
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
@@ -99,22 +99,11 @@ class Gemma3Model:
 
     @property
     def cache_plan(self) -> tuple[CacheGroup, ...]:
-        config, window = self.config, _window(self.config)
-        return (
-            CacheGroup(
-                kind=CacheKind.GLOBAL,
-                layers=tuple(sorted(set(range(config.num_layers)) - set(window.layers))),
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-            ),
-            CacheGroup(
-                kind=CacheKind.WINDOW,
-                layers=window.layers,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                window_tokens=window.window_tokens,
-            ),
-        )
+        return _cache_plan(self.config)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Need.PAGED_KV, Need.GELU, Need.POST_NORMS})
 
     @property
     def step_weights_bytes(self) -> int:
@@ -128,8 +117,16 @@ class Gemma3Model:
         return self.step_weights_bytes + own_table
 
     @property
+    def full_weights_bytes(self) -> int:
+        return self.weights_bytes
+
+    @property
     def flops_per_token(self) -> int:
         return flops_of(linear for layer in self._layers for linear in layer.linears)
+
+    @property
+    def late_flops_per_token(self) -> int:
+        return 0
 
     def forward(self, ids: Tensor, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         def layers(residual: Tensor, batch: RaggedBatch) -> Tensor:
@@ -187,7 +184,9 @@ class Gemma3Family:
 
     name = "gemma3"
 
-    def expected_tensors(self, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    def expected_tensors(
+        self, config: ModelConfig, part: ModelPart = ModelPart.ALL
+    ) -> Mapping[str, tuple[int, ...]]:
         hidden, mlp = config.hidden_size, config.mlp_size
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
         for index in range(config.num_layers):
@@ -215,8 +214,18 @@ class Gemma3Family:
     def unused_tensors(self, config: ModelConfig) -> frozenset[str]:
         return frozenset({f"{HEAD}.weight"}) if config.tied_head else frozenset()
 
+    def cache_plan(
+        self, config: ModelConfig, part: ModelPart = ModelPart.ALL
+    ) -> tuple[CacheGroup, ...]:
+        return _cache_plan(config)
+
     def build(
-        self, config: ModelConfig, read: ReadTensor, ops: Ops, weight_format: WeightFormat
+        self,
+        config: ModelConfig,
+        read: ReadTensor,
+        ops: Ops,
+        weight_format: WeightFormat,
+        part: ModelPart = ModelPart.ALL,
     ) -> Gemma3Model:
         window = _window(config)
         weights = WeightPacker(read, ops, weight_format)
@@ -246,6 +255,25 @@ def _window(config: ModelConfig) -> WindowLayers:
     if config.window is None:
         raise ModelError(f"{config.architecture}: the family gemma3 needs layers with a window")
     return config.window
+
+
+def _cache_plan(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    window = _window(config)
+    return (
+        CacheGroup(
+            kind=CacheKind.GLOBAL,
+            layers=tuple(sorted(set(range(config.num_layers)) - set(window.layers))),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        ),
+        CacheGroup(
+            kind=CacheKind.WINDOW,
+            layers=window.layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            window_tokens=window.window_tokens,
+        ),
+    )
 
 
 def _norm(weights: WeightPacker, name: str) -> Tensor:

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headwater.core.errors import ModelError
+from headwater.model.ced_config import HF_ARCHITECTURE as CED
+from headwater.model.ced_config import HF_RELEASED as RELEASED_CED
+from headwater.model.ced_config import RELEASED_NEEDS, ced_from_hf
 from headwater.model.config import (
     DynamicScaling,
     LinearScaling,
@@ -56,6 +59,8 @@ def config_from_hf(values: Mapping[str, object], where: str) -> ModelConfig:
     name = _architecture(fields)
     if name == GEMMA3:
         return gemma3_from_hf(fields)
+    if name == CED:
+        return ced_from_hf(fields)
     architecture = _ARCHITECTURES[name]
     _refuse_what_cannot_run(fields)
 
@@ -97,13 +102,15 @@ def config_from_hf(values: Mapping[str, object], where: str) -> ModelConfig:
 
 
 def _architecture(fields: Fields) -> str:
-    """One of ``_ARCHITECTURES``, or Gemma 3's."""
-    known = [*_ARCHITECTURES, GEMMA3]
+    """One of ``_ARCHITECTURES``, or that of a family with a reader of its own."""
+    known = [*_ARCHITECTURES, GEMMA3, CED]
     named = fields.values.get("architectures")
     name = named[0] if isinstance(named, list) and len(named) == 1 else None
     if name == GEMMA3_WITH_IMAGES:
         supported = f"{GEMMA3}, or a GGUF file of this model, which holds its text part alone"
         raise fields.refuse("architectures", supported)
+    if name == RELEASED_CED:
+        raise fields.refuse("architectures", RELEASED_NEEDS)
     if not isinstance(name, str) or name not in known:
         raise fields.refuse("architectures", ", ".join(known))
     return name

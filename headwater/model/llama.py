@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from headwater.model.config import ModelConfig
-from headwater.model.family import CacheGroup, CacheKind
+from headwater.model.family import CacheGroup, CacheKind, ModelPart
 from headwater.model.packing import WeightPacker, bytes_of, flops_of
 from headwater.model.rope import rotary_table
 from headwater.model.weights import ReadTensor
-from headwater.numerics.ops import LayerKV, Ops, PackedLinear, RaggedBatch, WeightFormat
+from headwater.numerics.ops import LayerKV, Need, Ops, PackedLinear, RaggedBatch, WeightFormat
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -81,14 +81,11 @@ class LlamaModel:
 
     @property
     def cache_plan(self) -> tuple[CacheGroup, ...]:
-        return (
-            CacheGroup(
-                kind=CacheKind.GLOBAL,
-                layers=tuple(range(self.config.num_layers)),
-                num_kv_heads=self.config.num_kv_heads,
-                head_dim=self.config.head_dim,
-            ),
-        )
+        return _cache_plan(self.config)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Need.PAGED_KV, Need.SILU})
 
     @property
     def step_weights_bytes(self) -> int:
@@ -102,8 +99,16 @@ class LlamaModel:
         return self.step_weights_bytes + own_table
 
     @property
+    def full_weights_bytes(self) -> int:
+        return self.weights_bytes
+
+    @property
     def flops_per_token(self) -> int:
         return flops_of(linear for layer in self._layers for linear in layer.linears)
+
+    @property
+    def late_flops_per_token(self) -> int:
+        return 0
 
     def forward(self, ids: Tensor, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         def layers(residual: Tensor, batch: RaggedBatch) -> Tensor:
@@ -156,7 +161,9 @@ class LlamaFamily:
 
     name = "llama"
 
-    def expected_tensors(self, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    def expected_tensors(
+        self, config: ModelConfig, part: ModelPart = ModelPart.ALL
+    ) -> Mapping[str, tuple[int, ...]]:
         hidden, mlp = config.hidden_size, config.mlp_size
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
         for index in range(config.num_layers):
@@ -186,8 +193,18 @@ class LlamaFamily:
     def unused_tensors(self, config: ModelConfig) -> frozenset[str]:
         return frozenset({HEAD}) if config.tied_head else frozenset()
 
+    def cache_plan(
+        self, config: ModelConfig, part: ModelPart = ModelPart.ALL
+    ) -> tuple[CacheGroup, ...]:
+        return _cache_plan(config)
+
     def build(
-        self, config: ModelConfig, read: ReadTensor, ops: Ops, weight_format: WeightFormat
+        self,
+        config: ModelConfig,
+        read: ReadTensor,
+        ops: Ops,
+        weight_format: WeightFormat,
+        part: ModelPart = ModelPart.ALL,
     ) -> LlamaModel:
         weights = WeightPacker(read, ops, weight_format)
         embedding = weights.table("model.embed_tokens", is_head=config.tied_head)
@@ -202,6 +219,17 @@ class LlamaFamily:
             final_norm=weights.vector("model.norm"),
             head=embedding if config.tied_head else weights.linear("lm_head"),
         )
+
+
+def _cache_plan(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    return (
+        CacheGroup(
+            kind=CacheKind.GLOBAL,
+            layers=tuple(range(config.num_layers)),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        ),
+    )
 
 
 def _layer(name: str, config: ModelConfig, weights: WeightPacker) -> LlamaLayer:

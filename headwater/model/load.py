@@ -19,8 +19,9 @@ from headwater.model.catalogue import (
     ModelLocation,
     ToyLocation,
 )
+from headwater.model.ced import CedFamily
 from headwater.model.config import ModelConfig
-from headwater.model.family import Family, Model
+from headwater.model.family import Family, Model, ModelPart
 from headwater.model.fingerprint import FingerprintingReader
 from headwater.model.gemma3 import Gemma3Family
 from headwater.model.gguf_source import GgufSource
@@ -33,12 +34,18 @@ from headwater.model.toy_source import ToySource, toy_tokenizer
 from headwater.model.weights import TensorSource, check_tensors
 from headwater.numerics.ops import Ops, WeightFormat
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (LlamaFamily(), Gemma3Family())}
+FAMILIES: Mapping[str, Family] = {
+    family.name: family for family in (LlamaFamily(), Gemma3Family(), CedFamily())
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run, and what names and describes it."""
+    """A model ready to run, and what names and describes it.
+
+    ``full_weights_bytes`` is what the weights would take with ``ModelPart.ALL``. The
+    fingerprint is the whole model's, whichever part was loaded.
+    """
 
     model: Model
     config: ModelConfig
@@ -46,6 +53,8 @@ class LoadedModel:
     tokenizer_source: TokenizerSource
     model_id: str
     weights_bytes: int
+    full_weights_bytes: int
+    part: ModelPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +73,13 @@ def load_model(
     weight_format: WeightFormat,
     *,
     context_tokens: int | None = None,
+    part: ModelPart = ModelPart.ALL,
 ) -> LoadedModel:
     """Load ``location`` onto ``ops``' device.
 
     ``context_tokens`` lowers the served context (and with it the rotary table).
+    With ``ModelPart.EARLY`` late layers, where the model has any, are read and hashed, not
+    kept; of another model all is loaded, and the result's ``part`` says so.
     Raises ModelError, before any weight is read, for everything wrong with the
     config, the list of tensors or the files' lengths.
     """
@@ -75,7 +87,8 @@ def load_model(
     family = FAMILIES[opened.config.family]
     try:
         with FingerprintingReader(opened.source) as reader:
-            model = family.build(opened.config, reader, ops, weight_format)
+            model = family.build(opened.config, reader, ops, weight_format, part)
+            reader.cover(family.expected_tensors(opened.config))
             fingerprint = reader.fingerprint(opened.config, weight_format, ops.name)
     finally:
         opened.source.close()
@@ -86,6 +99,8 @@ def load_model(
         tokenizer_source=opened.tokenizer_source,
         model_id=opened.model_id,
         weights_bytes=model.weights_bytes,
+        full_weights_bytes=model.full_weights_bytes,
+        part=part if model.full_weights_bytes > model.weights_bytes else ModelPart.ALL,
     )
 
 

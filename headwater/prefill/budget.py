@@ -34,19 +34,23 @@ class StepTime:
                 f"got {self.budget_s} and {self.min_chunk_tokens}"
             )
 
-    def with_row(self, start: int, num_tokens: int) -> StepTime:
+    def with_row(self, start: int, num_tokens: int, late_start: int | None = None) -> StepTime:
         """The same step with one more row, of tokens [start, start + num_tokens)."""
-        return replace(self, used=self._used_with(start, num_tokens))
+        return replace(self, used=self._used_with(start, num_tokens, late_start))
 
-    def fits(self, start: int, num_tokens: int) -> bool:
-        return self.cost.predict_s(self._used_with(start, num_tokens)) <= self.budget_s
+    def fits(self, start: int, num_tokens: int, late_start: int | None = None) -> bool:
+        used = self._used_with(start, num_tokens, late_start)
+        return self.cost.predict_s(used) <= self.budget_s
 
-    def _used_with(self, start: int, num_tokens: int) -> StepShape:
-        return self.used + StepShape.of_row(start, num_tokens, self.window_tokens)
+    def _used_with(self, start: int, num_tokens: int, late_start: int | None) -> StepShape:
+        return self.used + StepShape.of_row(start, num_tokens, self.window_tokens, late_start)
 
 
-def largest_chunk(time: StepTime, start: int, max_tokens: int) -> int:
-    """The most tokens from ``start`` on, up to ``max_tokens``, that fit; 0 if none do.
+def largest_chunk(
+    time: StepTime, start: int, max_tokens: int, late_start: int | None = None
+) -> int:
+    """The most tokens from ``start`` on, up to ``max_tokens``, that fit; 0 if none do. Those
+    before ``late_start`` cost less, where late layers leave them out.
 
     More tokens never cost less, so halving finds it: O(log max_tokens).
 
@@ -57,15 +61,17 @@ def largest_chunk(time: StepTime, start: int, max_tokens: int) -> int:
     fit, too_many = 0, max_tokens + 1
     while too_many - fit > 1:
         middle = (fit + too_many) // 2
-        if time.fits(start, middle):
+        if time.fits(start, middle, late_start):
             fit = middle
         else:
             too_many = middle
     return fit
 
 
-def chunk_tokens(time: StepTime, start: int, max_tokens: int, *, is_first: bool) -> int:
+def chunk_tokens(
+    time: StepTime, start: int, max_tokens: int, late_start: int | None = None, *, is_first: bool
+) -> int:
     """What a prompt gets of the step. The first is never left without: it has the minimum,
     also where that takes the step over its budget."""
-    fit = largest_chunk(time, start, max_tokens)
+    fit = largest_chunk(time, start, max_tokens, late_start)
     return max(fit, min(time.min_chunk_tokens, max_tokens)) if is_first else fit

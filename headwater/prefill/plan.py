@@ -37,12 +37,13 @@ class ServiceOrder(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PrefillCandidate:
     """A sequence that holds blocks for all its tokens and lacks KV for the last of them,
-    from ``start`` on."""
+    from ``start`` on. Late layers leave out those before ``late_start`` (None: none)."""
 
     sequence_id: SequenceId
     order: ServiceOrder
     num_remaining_tokens: int
     start: int = 0
+    late_start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class WaitingCandidate:
     num_needed_blocks: int
     must_load: bool = False
     start: int = 0
+    late_start: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +173,9 @@ def plan_prefill(
         if not must_load:
             num_tokens = min(candidate.num_remaining_tokens, budget_tokens)
             if time is not None:
-                num_tokens = chunk_tokens(time, candidate.start, num_tokens, is_first=not chunks)
+                num_tokens = chunk_tokens(
+                    time, candidate.start, num_tokens, candidate.late_start, is_first=not chunks
+                )
             if not num_tokens:
                 break
         if isinstance(candidate, WaitingCandidate):
@@ -186,7 +190,7 @@ def plan_prefill(
         if num_tokens < candidate.num_remaining_tokens:
             break  # nothing is left of the step
         if time is not None:
-            time = time.with_row(candidate.start, num_tokens)
+            time = time.with_row(candidate.start, num_tokens, candidate.late_start)
     return PrefillPlan(tuple(admitted), tuple(chunks))
 
 

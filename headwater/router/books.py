@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from headwater.core.control import WorkerLoad
 from headwater.core.cost import StepCost
-from headwater.core.errors import AuditError
-from headwater.core.fleet import Role
+from headwater.core.errors import AuditError, InvalidChange
+from headwater.core.fleet import Holding, Role
 from headwater.router.prefill_policy import PrefillLimits, may_pass
 
 # Until a worker has measured itself: slow, so that little is in flight to it.
@@ -36,6 +36,7 @@ class Part:
     num_block_tokens: int = 0  # output since the last block of growth was taken up
     passed_s: float = 0.0  # of prompts that were let pass this one
     is_settled: bool = False  # it has begun: its prompt's blocks are among those held
+    awaits_kv: bool = False  # what is left of its prompt cannot be computed yet
 
     @property
     def place(self) -> tuple[int, int]:
@@ -57,6 +58,7 @@ class WorkerBook:
     acting: Role  # what it is used for; differs from ``role`` for BOTH only
     acting_since_s: float = 0.0
     takes_kv: bool = True
+    holds: Holding = Holding.ALL
     cost: StepCost = UNMEASURED
     parts: dict[str, Part] = field(default_factory=dict)
     num_active: int = 0  # sequences it decodes or will
@@ -92,26 +94,50 @@ class WorkerBook:
     def give(
         self, key: str, order: int, now_s: float, *, num_sequences: int, num_tokens: int,
         compute_s: float, num_blocks: int, num_growth_blocks: int, work_s: float,
+        awaits_kv: bool = False,
     ) -> None:  # fmt: skip
-        """``num_tokens`` of the prompt take it ``compute_s``; ``work_s`` is all it will do."""
+        """``num_tokens`` of the prompt take it ``compute_s``; ``work_s`` is all it will do.
+        With ``awaits_kv`` nobody is behind them before ``arrived``."""
         part = Part(
             key=key, order=order, number=self._num_given, given_s=now_s,
             num_sequences=num_sequences, num_tokens_left=num_tokens,
             token_s=compute_s / num_tokens if num_tokens else 0.0,
             num_promised_blocks=num_blocks, num_growth_blocks=num_growth_blocks,
+            awaits_kv=awaits_kv,
         )  # fmt: skip
         self._num_given += 1
         self.parts[key] = part
         self.num_active += num_sequences
         self.num_promised_blocks += num_blocks
         self.recent_s += work_s
-        if num_tokens:
-            for _, other in reversed(self._prompts):
-                if other.order <= order:
-                    break
-                other.passed_s += compute_s
-            insort(self._prompts, (part.place, part), key=lambda item: item[0])
-            self._ahead_s[order] = self._ahead_s.get(order, 0.0) + part.seconds_left
+        if not awaits_kv:
+            self._line_up(part)
+
+    def arrived(self, key: str) -> None:
+        """What it waited for is there: from now on it is computed like others."""
+        part = self.parts.get(key)
+        if part is not None and part.awaits_kv:
+            part.awaits_kv = False
+            self._line_up(part)
+
+    def _line_up(self, part: Part) -> None:
+        if not part.num_tokens_left:
+            return
+        for _, other in reversed(self._prompts):
+            if other.order <= part.order:
+                break
+            other.passed_s += part.seconds_left
+        insort(self._prompts, (part.place, part), key=lambda item: item[0])
+        self._ahead_s[part.order] = self._ahead_s.get(part.order, 0.0) + part.seconds_left
+
+    def act_as(self, acting: Role, now_s: float) -> None:
+        """Raises InvalidChange for a worker that does not hold what that takes."""
+        if self.holds is not Holding.ALL and acting is not Role.PREFILL:
+            raise InvalidChange(
+                f"worker {self.worker_id}: {self.acting} with the {self.holds} part of the model "
+                f"cannot become {acting}"
+            )
+        self.acting, self.acting_since_s = acting, now_s
 
     def told(self, load: WorkerLoad) -> None:
         self.num_held_blocks = load.num_held_blocks
@@ -133,13 +159,14 @@ class WorkerBook:
         part = self.parts.get(key)
         if part is None:
             return
+        part.awaits_kv = False
         place = [index for index, (_, other) in enumerate(self._prompts) if other is part]
         for index in place:
             del self._prompts[index]
             self._ahead_s[part.order] -= part.seconds_left
-            part.num_tokens_left = 0
             if all(other.order != part.order for _, other in self._prompts):
                 del self._ahead_s[part.order]  # and the rounding with it
+        part.num_tokens_left = 0
 
     def settled(self, key: str) -> None:
         """It has begun: the worker counts its blocks itself from now on, but for growth."""

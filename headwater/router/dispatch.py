@@ -9,7 +9,7 @@ sends nothing: time comes in, placements go out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -17,7 +17,7 @@ from headwater.core.blocks import CacheIdentity, blocks_for
 from headwater.core.control import WorkerLoad
 from headwater.core.cost import StepCost, StepShape
 from headwater.core.errors import AuditError, ConfigError
-from headwater.core.fleet import KVEvents, Role
+from headwater.core.fleet import Holding, KVEvents, Role
 from headwater.core.ports import BucketStatus
 from headwater.core.request import ModelInfo, Request
 from headwater.router.books import UNMEASURED, WorkerBook
@@ -26,6 +26,7 @@ from headwater.router.buckets_policy import BucketShares, wire_priority
 from headwater.router.decode_policy import DecodeOption, choose_decode, has_room, needed_blocks
 from headwater.router.prefill_policy import PrefillLimits, PrefillOption, choose_prefill
 from headwater.router.prefix_map import PrefixMap, PromptKeys
+from headwater.router.work_policy import PromptWork
 
 RECENT_HALF_LIFE_S = 60.0
 _FIRST_OUTPUT_TOKENS = 256.0  # expected of a request before any has finished
@@ -57,6 +58,7 @@ class Ask:
     num_resumed_tokens: int = 0  # longest output that was committed before
     avoid: frozenset[str] = frozenset()  # workers with which it failed
     prompt_keys: PromptKeys | None = None
+    work: PromptWork | None = None
     bucket: int = 0
     hits: dict[str, int] = field(default_factory=dict)  # full blocks, by worker
     hits_version: int = -1
@@ -114,12 +116,13 @@ class Dispatcher:
         return self._books
 
     def join(
-        self, worker_id: str, role: Role, info: ModelInfo, now_s: float, *, takes_kv: bool = True
-    ) -> None:
+        self, worker_id: str, role: Role, info: ModelInfo, now_s: float, *,
+        takes_kv: bool = True, holds: Holding = Holding.ALL,
+    ) -> None:  # fmt: skip
         """``takes_kv``: whether another worker can hand KV over to it."""
         book = WorkerBook(
             worker_id, role, info.num_blocks, info.block_tokens,
-            acting=role, acting_since_s=now_s, takes_kv=takes_kv,
+            acting=role, acting_since_s=now_s, takes_kv=takes_kv, holds=holds,
         )  # fmt: skip
         # One that comes late is not owed the work that the others did before.
         book.recent_s = min((b.recent_s for b in self._books.values()), default=0.0)
@@ -138,8 +141,7 @@ class Dispatcher:
             self._sort_pools()
 
     def act_as(self, worker_id: str, acting: Role, now_s: float) -> None:
-        book = self._books[worker_id]
-        book.acting, book.acting_since_s = acting, now_s
+        self._books[worker_id].act_as(acting, now_s)
         self._sort_pools()
 
     def shut(self, worker_id: str, is_shut: bool) -> None:
@@ -181,17 +183,23 @@ class Dispatcher:
         """Predicted seconds of prompts that nobody has computed, in the front and in workers."""
         return self._buckets.queue_s + sum(book.queue_s for book in self._books.values())
 
+    @property
+    def shared_queue_s(self) -> float:
+        """Of them, those that are not a decode worker's own part of a prompt."""
+        decoders = (book for book in self._books.values() if book.acting is Role.DECODE)
+        return self.queue_s - sum(book.queue_s for book in decoders)
+
     def add(self, ask: Ask, now_s: float) -> None:
         self._look(ask)
-        num_miss = ask.num_tokens - self._most_hit_tokens(ask)
-        ask.bucket = self._buckets.bucket_of(num_miss)
+        num_hit = self._most_hit_tokens(ask)
+        ask.bucket = self._buckets.bucket_of(ask.num_tokens - num_hit)
         self._asks[ask.key] = ask
         self._buckets.add(
             ask.key,
             ask.bucket,
             tenant=ask.request.tenant,
             priority=ask.request.priority,
-            cost_s=self._compute_s(self._usual_cost(), ask.num_tokens - num_miss, num_miss),
+            cost_s=self._usual_cost().predict_s(self._usual_work(ask, num_hit)),
             now_s=now_s,
         )
 
@@ -244,6 +252,9 @@ class Dispatcher:
     def computed(self, worker_id: str, num_tokens: int) -> None:
         self._books[worker_id].computed(num_tokens)
 
+    def arrived(self, worker_id: str, key: str) -> None:
+        self._books[worker_id].arrived(key)
+
     def settled(self, worker_id: str, key: str) -> None:
         self._books[worker_id].settled(key)
 
@@ -292,7 +303,8 @@ class Dispatcher:
         needs = self._roomy(ask, pool)
         if not needs:
             return Wait.ROOM if self._could_hold(ask, pool) else Wait.NOBODY
-        chosen = self._choose_prefill(ask, order, [book for book, _ in needs], now_s, is_late)
+        work, books = self._work(ask), [book for book, _ in needs]
+        chosen = self._choose_prefill(ask, order, books, work.alone, now_s, is_late)
         if chosen is None:
             return Wait.TURN
         book, needed = next(n for n in needs if n[0].worker_id == chosen.worker_id)
@@ -302,8 +314,9 @@ class Dispatcher:
         )  # fmt: skip
         book.give(
             ask.key, order, now_s, num_sequences=ask.num_choices,
-            num_tokens=ask.num_tokens - num_hit, compute_s=chosen.compute_s, num_blocks=needed,
-            num_growth_blocks=self._growth_blocks(ask), work_s=chosen.compute_s + decode_s,
+            num_tokens=work.alone(num_hit).num_tokens, compute_s=chosen.compute_s,
+            num_blocks=needed, num_growth_blocks=self._growth_blocks(ask),
+            work_s=chosen.compute_s + decode_s,
         )  # fmt: skip
         return Placement(
             key=ask.key, decode_id=book.worker_id, prefill_id=None, priority=order,
@@ -317,25 +330,27 @@ class Dispatcher:
         if to is None:
             return Wait.ROOM if self._could_hold(ask, pool) else Wait.NOBODY
         decoder, needed = next(n for n in needs if n[0].worker_id == to.worker_id)
-        if ask.num_tokens - self._hit_tokens(ask, decoder) <= self._info.block_tokens:
-            # It lacks no whole block: a handoff would take longer than computing.
+        work, block_tokens = self._work(ask), self._info.block_tokens
+        if not work.is_worth_handing_over(self._hit_tokens(ask, decoder), block_tokens):
             return self._place_whole(ask, order, [decoder], now_s, is_late)
-        num_least = blocks_for(ask.num_tokens, self._info.block_tokens)
+        num_least = blocks_for(work.num_handed, block_tokens)
         pool = [b for b in self._pools[Role.PREFILL] if b.num_blocks >= num_least]
-        by = self._choose_prefill(ask, order, pool, now_s, is_late)
+        by = self._choose_prefill(ask, order, pool, work.prefill, now_s, is_late)
         if by is None:
             return Wait.TURN
         prefiller = self._books[by.worker_id]
         num_hit = self._hit_tokens(ask, prefiller)
         prefiller.give(
             ask.key, order, now_s, num_sequences=0,
-            num_tokens=ask.request.num_prompt_tokens - num_hit, compute_s=by.compute_s,
+            num_tokens=work.prefill(num_hit).num_tokens, compute_s=by.compute_s,
             num_blocks=0, num_growth_blocks=0, work_s=by.compute_s,
         )  # fmt: skip
-        decoder.give(
-            ask.key, order, now_s, num_sequences=ask.num_choices, num_tokens=0, compute_s=0.0,
-            num_blocks=needed, num_growth_blocks=self._growth_blocks(ask),
-            work_s=0.0,
+        rest = work.decode()
+        rest_s = decoder.cost.predict_s(rest) if rest.num_tokens else 0.0
+        decoder.give(  # its length gives it no place behind others, see ``submits``
+            ask.key, wire_priority(ask.request.priority, 0), now_s, num_sequences=ask.num_choices,
+            num_tokens=rest.num_tokens, compute_s=rest_s, num_blocks=needed,
+            num_growth_blocks=self._growth_blocks(ask), work_s=rest_s, awaits_kv=True,
         )  # fmt: skip
         return Placement(
             key=ask.key, decode_id=to.worker_id, prefill_id=by.worker_id, priority=order,
@@ -393,9 +408,11 @@ class Dispatcher:
         )
 
     def _choose_prefill(
-        self, ask: Ask, order: int, pool: Sequence[WorkerBook], now_s: float, is_late: bool
-    ) -> PrefillOption | None:
-        limits, num_tokens = self._config.prefill, ask.num_tokens
+        self, ask: Ask, order: int, pool: Sequence[WorkerBook],
+        work: Callable[[int], StepShape], now_s: float, is_late: bool,
+    ) -> PrefillOption | None:  # fmt: skip
+        """``work(num_hit)`` is what a worker with such a hit would have to compute."""
+        limits = self._config.prefill
         hits = {} if ask.is_one_piece else ask.hits
         shapes: dict[int, StepShape] = {}
         options = []
@@ -403,9 +420,7 @@ class Dispatcher:
             num_hit_blocks = hits.get(book.worker_id, 0)
             shape = shapes.get(num_hit_blocks)
             if shape is None:
-                num_hit = num_hit_blocks * self._info.block_tokens
-                shape = StepShape.of_row(num_hit, num_tokens - num_hit, self._info.window_tokens)
-                shapes[num_hit_blocks] = shape
+                shape = shapes[num_hit_blocks] = work(num_hit_blocks * self._info.block_tokens)
             compute_s = book.cost.predict_s(shape)
             ahead_s = book.ahead_s(order)
             is_open = ahead_s < limits.max_ahead_s and book.may_be_passed(
@@ -451,11 +466,20 @@ class Dispatcher:
             return 0
         return max(ask.hits.values(), default=0) * self._info.block_tokens
 
-    def _usual_cost(self) -> StepCost:
-        return next((book.cost for book in self._books.values()), UNMEASURED)
+    def _work(self, ask: Ask) -> PromptWork:
+        if ask.work is None:
+            ask.work = PromptWork.of(ask.request, ask.num_resumed_tokens, self._info)
+        return ask.work
 
-    def _compute_s(self, cost: StepCost, num_hit: int, num_miss: int) -> float:
-        return cost.predict_s(StepShape.of_row(num_hit, num_miss, self._info.window_tokens))
+    def _usual_work(self, ask: Ask, num_hit: int) -> StepShape:
+        is_split = bool(self._pools[Role.PREFILL]) and not self._pools[Role.BOTH]
+        return self._work(ask).usual(num_hit, self._info.block_tokens, is_split=is_split)
+
+    def _usual_cost(self) -> StepCost:
+        """Of one that computes prompts, where there is one."""
+        books = self._books.values()
+        book = min(books, key=lambda book: book.acting is Role.DECODE, default=None)
+        return book.cost if book is not None else UNMEASURED
 
     def _fade(self, now_s: float) -> None:
         if self._faded_s is None:

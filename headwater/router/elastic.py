@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from headwater.core.fleet import Role
+from headwater.core.fleet import Holding, Role
 from headwater.router.dispatch import Dispatcher
 from headwater.router.elastic_policy import (
     Demand,
@@ -47,7 +47,11 @@ class Elastic:
         self._faded_s = now_s
         books = dispatcher.books.values()
         # A worker that takes no KV could compute prompts for others, but not decode for them.
-        mobile = [book for book in books if book.role is Role.BOTH and book.takes_kv]
+        mobile = [
+            book
+            for book in books
+            if book.role is Role.BOTH and book.takes_kv and book.holds is Holding.ALL
+        ]
         plan = plan_elastic(
             [
                 ElasticWorker(
@@ -60,7 +64,9 @@ class Elastic:
             ],
             num_fixed_prefill=sum(book.role is Role.PREFILL for book in books),
             num_fixed_decode=sum(book.role is Role.DECODE for book in books),
-            demand=Demand(prefill_s=self._prefill_s + dispatcher.queue_s, decode_s=self._decode_s),
+            demand=Demand(
+                prefill_s=self._prefill_s + dispatcher.shared_queue_s, decode_s=self._decode_s
+            ),
             imbalance=self._imbalance,
             now_s=now_s,
             limits=self._limits,

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from headwater.core.control import FromWorker, Hello, StepDone, WorkerLoad
 from headwater.core.errors import ConfigError, HeadwaterError, WorkerLost
-from headwater.core.fleet import Role
+from headwater.core.fleet import Holding, Role
 from headwater.core.ports import Clock, WorkerChannel, WorkerLauncher, WorkerState, WorkerStatus
 from headwater.router.link import Link
 from headwater.router.peer_policy import model_mismatch, protocol_mismatch, role_mismatch
@@ -79,7 +79,10 @@ class Slot:
 
     def status(self, now_s: float, stuck_after_s: float) -> WorkerStatus:
         state, reason, up_s, num_in_flight = self.state, self.reason, self.up_s, 0
+        holds, num_held_bytes, num_saved_bytes = Holding.ALL, 0, 0
         if self.link is not None:
+            holds, info = self.link.hello.holds, self.link.hello.info
+            num_held_bytes, num_saved_bytes = info.weights_bytes, info.saved_weights_bytes
             num_in_flight = len(self.link.keys)
             up_s += now_s - self.link.up_since_s
             silent_s = self.link.silent_s(now_s)
@@ -98,6 +101,9 @@ class Slot:
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
             acting=self.role,
+            holds=holds,
+            weights_bytes=num_held_bytes,
+            saved_weights_bytes=num_saved_bytes,
         )
 
 

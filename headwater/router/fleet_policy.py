@@ -56,10 +56,13 @@ def total_load(loads: Sequence[WorkerLoad]) -> WorkerLoad | None:
     )
 
 
-def phase_seconds(timing: StepTiming) -> tuple[float, float]:
+def phase_seconds(timing: StepTiming, acting: Role) -> tuple[float, float]:
     """A step's seconds, divided between prompts and output by their tokens: in a step of both,
-    one more token costs about the same on either side."""
+    one more token costs about the same on either side. What a decode worker computes of a
+    prompt (its last tokens through late layers, say) no prefill worker would do for it."""
     seconds = timing.plan_s + timing.forward_s + timing.sample_s + timing.apply_s
+    if acting is Role.DECODE:
+        return 0.0, seconds
     num_tokens = timing.num_prefill_tokens + timing.num_decode_tokens
     prefill_s = seconds * timing.num_prefill_tokens / num_tokens if num_tokens else 0.0
     return prefill_s, seconds - prefill_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwater.core.control import PROTOCOL_VERSION, Hello
-from headwater.core.fleet import Role
+from headwater.core.fleet import Holding, Role
 
 
 def protocol_mismatch(hello: Hello) -> str | None:
@@ -25,6 +25,11 @@ def role_mismatch(hello: Hello, role: Role) -> str | None:
             f"worker {hello.worker_id} has role {role} and says no address where it takes KV; "
             "start both from one installation"
         )
+    if hello.holds is not Holding.ALL and role is not Role.PREFILL:
+        return (
+            f"worker {hello.worker_id} has role {role} and holds only the {hello.holds} part of "
+            "its model, which gives no output; start it with --prefill-weights all"
+        )
     return None
 
 
@@ -38,6 +43,8 @@ def model_mismatch(hello: Hello, first: Hello) -> str | None:
         ("KV bytes per token", ours.kv_bytes_per_token, theirs.kv_bytes_per_token),
         ("block_tokens", ours.block_tokens, theirs.block_tokens),
         ("window_tokens", ours.window_tokens, theirs.window_tokens),
+        ("alignment", ours.alignment, theirs.alignment),
+        ("decoder_replay_tokens", ours.decoder_replay_tokens, theirs.decoder_replay_tokens),
         ("context_tokens", ours.context_tokens, theirs.context_tokens),
         ("numerics", ours.numerics, theirs.numerics),
         ("vocab_size", ours.vocab_size, theirs.vocab_size),

@@ -74,8 +74,10 @@ def pool_balance(
             )
         )
     queue_s = sum(bucket.queue_s for bucket in buckets)
-    asked_prefill_s = queue_s + sum(use.prefill_s + use.queue_s for use in uses)
-    asked_s = asked_prefill_s + sum(use.decode_s for use in uses)
+    # What waits in decode workers is the part of prompts that is theirs to compute.
+    at_decode_s = sum(use.queue_s for use in uses if use.role is Role.DECODE)
+    asked_prefill_s = queue_s + sum(use.prefill_s + use.queue_s for use in uses) - at_decode_s
+    asked_s = asked_prefill_s + at_decode_s + sum(use.decode_s for use in uses)
     share = asked_prefill_s / asked_s if asked_s > 0 else 0.0
     num_prefill = divide_workers(len(after), share)
     return PoolBalance(

@@ -4,9 +4,8 @@
                                ^                  |
                                +-- worker or handoff lost: again, from what was told
 
-Implements the Generator port. Each accepted request ends exactly once: finished, aborted
-by its caller, or failed with a proper error. Knows messages and counts; which worker is
-the business of ``dispatch``, the workers' lives that of ``fleet``.
+The Generator. Each accepted request ends exactly once: finished, aborted by its caller, or
+failed. Knows messages; which worker is for ``dispatch``, the workers' lives for ``fleet``.
 """
 
 from __future__ import annotations
@@ -43,12 +42,7 @@ from headwater.router.config import RouterConfig
 from headwater.router.dispatch import Ask, Dispatcher, Placement
 from headwater.router.elastic import Elastic
 from headwater.router.fleet import Fleet, Slot
-from headwater.router.fleet_policy import (
-    decide_readiness,
-    phase_seconds,
-    total_load,
-    with_report,
-)
+from headwater.router.fleet_policy import decide_readiness, phase_seconds, total_load, with_report
 from headwater.router.link import Link
 from headwater.router.policy import InFlight, RefuseBusy, RefuseSize, decide_admission
 from headwater.router.submits import decode_submit, prefill_submit, whole_submit
@@ -316,14 +310,14 @@ class Router:
     # What workers say
 
     def joined(self, link: Link) -> None:
-        now_s = self._clock.now_s()
-        info, role = link.hello.info, link.hello.role
+        hello = link.hello
         if self._dispatcher is None:
-            self._dispatcher = Dispatcher(info, self._config.dispatch)
+            self._dispatcher = Dispatcher(hello.info, self._config.dispatch)
         self._links[link.worker_id] = link
         self._desk.join(
-            link.worker_id, role, info, now_s, takes_kv=bool(link.hello.handoff_address)
-        )
+            link.worker_id, hello.role, hello.info, self._clock.now_s(),
+            takes_kv=bool(hello.handoff_address), holds=hello.holds,
+        )  # fmt: skip
         if self._desk.can_serve():
             self._complete.set()
         self._pump_soon()
@@ -345,7 +339,7 @@ class Router:
     def _count_step(self, slot: Slot, timing: StepTiming) -> None:
         self._step_totals += timing
         self._desk.computed(slot.worker_id, timing.num_prefill_tokens)
-        prefill_s, decode_s = phase_seconds(timing)
+        prefill_s, decode_s = phase_seconds(timing, self._desk.books[slot.worker_id].acting)
         slot.prefill_s += prefill_s
         slot.decode_s += decode_s
         if self._elastic is not None:
@@ -392,6 +386,8 @@ class Router:
         if link.worker_id == attempt.decode_id:
             self._handoffs = with_report(self._handoffs, report)
             attempt.is_handed |= is_done
+            if is_done:
+                self._desk.arrived(link.worker_id, attempt.key)
         if is_done or attempt.is_handed:
             if link.worker_id == attempt.prefill_id:
                 self._end_prefill(attempt, is_abort=False)

@@ -16,7 +16,7 @@ from zmq.utils import z85
 from headwater.core.cache import KVPart
 from headwater.core.errors import ConfigError
 
-HANDOFF_PROTOCOL = 1
+HANDOFF_PROTOCOL = 2
 MIN_SECRET_BYTES = 16
 
 
@@ -31,6 +31,9 @@ class PeerContract:
     window_tokens: int | None
     global_bytes: int  # of one block's part
     window_bytes: int
+    # From them both sides count how much of a prompt is handed over (``core.fleet``).
+    alignment: int = 1
+    decoder_replay_tokens: int | None = None
 
     @property
     def part_bytes(self) -> dict[KVPart, int]:

@@ -52,10 +52,17 @@ class ChoiceGroup:
     siblings: deque[Choice] = field(default_factory=deque)
     is_prompt_counted: bool = False  # by kv; once per request
     compiling: Future[MatcherFactory] | None = None  # nobody starts before it is done
+    late_start: int | None = None  # of all choices: see ``core.request.late_start``
 
     @classmethod
     def of(
-        cls, request: Request, resume: Seq[Resume], *, first_number: int, context_tokens: int
+        cls,
+        request: Request,
+        resume: Seq[Resume],
+        *,
+        first_number: int,
+        context_tokens: int,
+        late_start: int | None = None,
     ) -> ChoiceGroup:
         """All choices as siblings, with numbers of their own; or those of ``resume``, which go
         on from where they were. Raises InvalidRequest when nothing is left of one."""
@@ -65,7 +72,7 @@ class ChoiceGroup:
         if any(committed.values()):
             # Its report was told before the first token of it was.
             request = replace(request, num_prompt_logprobs=None)
-        group = cls(request, is_prompt_counted=any(committed.values()))
+        group = cls(request, is_prompt_counted=any(committed.values()), late_start=late_start)
         for number, index in enumerate(committed or range(request.num_choices), first_number):
             choice = Choice.of(
                 group,
@@ -184,10 +191,11 @@ class Choice:
         sequence = self.sequence
         match sequence.state:
             case Waiting() | Loading() if self.hit is not None:
-                hit = self.hit
-                return sequence.num_tokens - hit.num_hit_tokens + hit.num_replayed_tokens
+                return sequence.num_tokens - self.hit.computed_from
             case Waiting() if sequence.index and not self.is_leader and self.probe is None:
-                return 1  # all but the last comes from the choice that computes the prompt
+                # The rest comes from the choice that computes the prompt.
+                late_start = self.group.late_start
+                return sequence.num_tokens - late_start if late_start is not None else 1
             case _:
                 return sequence.num_tokens - sequence.num_computed
 
@@ -209,7 +217,11 @@ class Choice:
         sequence = self.sequence
         num_computed = sequence.num_computed
         return PrefillCandidate(
-            sequence.sequence_id, self.order, sequence.num_tokens - num_computed, num_computed
+            sequence.sequence_id,
+            self.order,
+            sequence.num_tokens - num_computed,
+            num_computed,
+            self.group.late_start,
         )
 
     # Prompt logprobs: token i + 1 is scored where token i is computed, so
@@ -307,6 +319,7 @@ class Choice:
             block_table=block_table,
             sample=self._sample_spec(),
             window_start=self.window_start,
+            late_start=self.group.late_start or 0,
         )
 
     def chunk_row(self, num_tokens: int, block_table: tuple[BlockId, ...]) -> StepRow:
@@ -327,6 +340,7 @@ class Choice:
             next_tokens=tuple(sequence.tokens[start + 1 : end + 1]) if scores else (),
             window_start=self.window_start,
             num_replayed=max(min(end, self.replay_end) - start, 0),
+            late_start=self.group.late_start or 0,
         )
 
     def _sample_spec(self) -> SampleSpec:

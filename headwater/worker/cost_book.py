@@ -37,12 +37,20 @@ MAX_MARGIN = 2.0
 class CostBook:
     """One per worker."""
 
-    def __init__(self, *, window_tokens: int | None = None, budget_s: float | None = None) -> None:
-        """``window_tokens`` of the model's layers with a window. ``budget_s``: what a step may
+    def __init__(
+        self,
+        *,
+        window_tokens: int | None = None,
+        counts_late: bool = False,
+        budget_s: float | None = None,
+    ) -> None:
+        """``window_tokens`` of the model's layers with a window. ``counts_late``: late layers
+        leave tokens out, so those that they compute cost more. ``budget_s``: what a step may
         take; None: as long as it takes."""
         if budget_s is not None and budget_s <= 0:
             raise ConfigError(f"a step's budget must be > 0 s, got {budget_s}")
         self._window_tokens = window_tokens
+        self._counts_late = counts_late
         self._budget_s = budget_s
         self._fit = CostFit()
         self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
@@ -116,15 +124,21 @@ class CostBook:
 
     def _shape(self, rows: Iterable[StepRow]) -> StepShape:
         """O(rows), and quick for those of one token: there are many, in every step."""
-        window_tokens = self._window_tokens
+        window_tokens, counts_late = self._window_tokens, self._counts_late
         chunks = NO_STEP
-        num_single = num_pairs = num_window_pairs = 0
+        num_single = num_pairs = num_window_pairs = num_late = num_late_pairs = 0
         for row in rows:
             if len(row.tokens) > 1:
-                chunks += StepShape.of_row(row.start, len(row.tokens), window_tokens)
+                late_start = row.late_start if counts_late else None
+                chunks += StepShape.of_row(row.start, len(row.tokens), window_tokens, late_start)
                 continue
             num_single += 1
             num_pairs += row.start + 1
             if window_tokens is not None:
                 num_window_pairs += min(row.start + 1, window_tokens)
-        return chunks + StepShape(num_single, num_pairs, num_window_pairs, num_single)
+            if counts_late and row.start >= row.late_start:
+                num_late += 1
+                num_late_pairs += row.start + 1
+        return chunks + StepShape(
+            num_single, num_pairs, num_window_pairs, num_single, num_late, num_late_pairs
+        )

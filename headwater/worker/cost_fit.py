@@ -33,9 +33,9 @@ MAX_SURPRISE = 4.0  # a step so many times off what was expected is weighed as i
 RIDGE = 1e-4
 
 _Matrix = list[list[float]]
-_N = 5
+_N = 7
 # Makes columns alike in size; a typical step of each.
-_UNITS = (1.0, 1e2, 1e5, 1e5, 1.0)
+_UNITS = (1.0, 1e2, 1e5, 1e5, 1.0, 1e2, 1e5)
 
 
 class CostFit:
@@ -53,12 +53,13 @@ class CostFit:
         """As fitted by now; None before the first step."""
         if not self._num_seen:
             return None
-        base, token, pair, window_pair, sequence = (
+        base, token, pair, window_pair, sequence, late_token, late_pair = (
             self._level * value / unit for value, unit in zip(self._solution, _UNITS, strict=True)
         )
         return StepCost(
-            base_s=base, token_s=token, pair_s=pair, window_pair_s=window_pair, sequence_s=sequence
-        )
+            base_s=base, token_s=token, pair_s=pair, window_pair_s=window_pair,
+            sequence_s=sequence, late_token_s=late_token, late_pair_s=late_pair,
+        )  # fmt: skip
 
     def note(self, shape: StepShape, seconds: float) -> None:
         """One step of ``shape`` took ``seconds``; what is not a time says nothing."""
@@ -130,6 +131,8 @@ def _columns(shape: StepShape) -> list[float]:
         shape.num_pairs,
         shape.num_window_pairs,
         shape.num_sequences,
+        shape.num_late_tokens,
+        shape.num_late_pairs,
     )
     return [count / unit for count, unit in zip(counts, _UNITS, strict=True)]
 

@@ -2,19 +2,22 @@
 
     one token | few tokens | chunks | a chunk deep in a prompt | many answers beside a chunk
 
-Tokens, positions and blocks are made up: nothing was admitted yet, so all blocks are free,
-what is written to them belongs to nobody and is never published. Knows an Engine and a
-clock; what comes of it goes to ``cost_book``.
+Where late layers compute a prompt's last tokens only, each chunk also without them. Tokens,
+positions and blocks are made up: nothing was admitted yet, so all blocks are free, what is
+written to them belongs to nobody and is never published. Knows an Engine and a clock; what
+comes of it goes to ``cost_book``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from headwater.core.blocks import BlockId, blocks_for
 from headwater.core.cost import NO_STEP, StepShape
 from headwater.core.errors import EngineFault
+from headwater.core.fleet import Holding
 from headwater.core.ports import Clock, Engine
 from headwater.core.request import ModelInfo, SamplingParams
 from headwater.core.step import SampleSpec, SequenceId, StepPlan, StepRow
@@ -29,9 +32,19 @@ class Observation(NamedTuple):
     seconds: float
 
 
-class _Row(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Row:
     start: int
     num_tokens: int
+    is_early: bool = False  # late layers leave all of it out
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def late_start(self) -> int:
+        return self.end if self.is_early else 0
 
 
 # The most telling ones first: the time may end before the list does. Deep enough to tell
@@ -49,8 +62,15 @@ _STEPS: tuple[tuple[_Row, ...], ...] = (
 )
 
 
-def profile(engine: Engine, clock: Clock, *, limit_s: float = PROFILE_S) -> list[Observation]:
-    """Run steps of usual shapes, as far as the pool, the context and ``limit_s`` allow.
+def profile(
+    engine: Engine,
+    clock: Clock,
+    *,
+    holds: Holding = Holding.ALL,
+    limit_s: float = PROFILE_S,
+) -> list[Observation]:
+    """Run steps of usual shapes, as far as the pool, the context and ``limit_s`` allow, and the
+    layers that the engine holds.
 
     Each shape runs twice in turn and the faster time counts: the first also pays for memory
     and code that are new. The last step may end after ``limit_s``. Nothing from a step that
@@ -58,7 +78,7 @@ def profile(engine: Engine, clock: Clock, *, limit_s: float = PROFILE_S) -> list
     """
     begin_s = clock.now_s()
     found: list[Observation] = []
-    for rows in _usable(engine.info):
+    for rows in _usable(engine.info, holds):
         plan = _plan(rows, engine.info)
         times: list[float] = []
         for _ in range(2):
@@ -76,13 +96,19 @@ def profile(engine: Engine, clock: Clock, *, limit_s: float = PROFILE_S) -> list
     return found
 
 
-def _usable(info: ModelInfo) -> Iterator[tuple[_Row, ...]]:
+def _usable(info: ModelInfo, holds: Holding) -> Iterator[tuple[_Row, ...]]:
     """The steps, no deeper than the model's context and no larger than the pool."""
     for rows in _STEPS:
         fitting = tuple(_cut(row, info.context_tokens) for row in rows)
-        num_blocks = sum(blocks_for(r.start + r.num_tokens, info.block_tokens) for r in fitting)
-        if num_blocks <= info.num_blocks:
-            yield fitting
+        if sum(blocks_for(row.end, info.block_tokens) for row in fitting) > info.num_blocks:
+            continue
+        if holds is Holding.EARLY:
+            yield tuple(replace(row, is_early=True) for row in fitting)
+            continue
+        yield fitting
+        early = tuple(replace(row, is_early=row.num_tokens > 1) for row in fitting)
+        if info.decoder_replay_tokens is not None and early != fitting:
+            yield early
 
 
 def _cut(row: _Row, context_tokens: int) -> _Row:
@@ -93,7 +119,8 @@ def _cut(row: _Row, context_tokens: int) -> _Row:
 def _shape(rows: tuple[_Row, ...], info: ModelInfo) -> StepShape:
     shape = NO_STEP
     for row in rows:
-        shape += StepShape.of_row(row.start, row.num_tokens, info.window_tokens)
+        late_start = None if info.decoder_replay_tokens is None else row.late_start
+        shape += StepShape.of_row(row.start, row.num_tokens, info.window_tokens, late_start)
     return shape
 
 
@@ -102,15 +129,17 @@ def _plan(rows: tuple[_Row, ...], info: ModelInfo) -> StepPlan:
     planned = []
     first_block = 0
     for number, row in enumerate(rows):
-        end = row.start + row.num_tokens
-        end_block = first_block + blocks_for(end, info.block_tokens)
+        end_block = first_block + blocks_for(row.end, info.block_tokens)
         planned.append(
             StepRow(
                 sequence_id=SequenceId(number),
                 start=row.start,
-                tokens=tuple(position % info.vocab_size for position in range(row.start, end)),
+                tokens=tuple(position % info.vocab_size for position in range(row.start, row.end)),
                 block_table=tuple(BlockId(block) for block in range(first_block, end_block)),
-                sample=SampleSpec(params=SamplingParams(), position=end),
+                sample=None
+                if row.is_early
+                else SampleSpec(params=SamplingParams(), position=row.end),
+                late_start=row.late_start,
             )
         )
         first_block = end_block

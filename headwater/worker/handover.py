@@ -6,9 +6,10 @@
                          |                     |
                          +------- failed ------+--> stranded: no blocks, until the router's word
 
-A request has at most one handoff, of its prompt less the last token; on the taking side its
-leader takes. Joins choices with a sender and a receiver (``transfer``); knows no scheduling,
-no blocks' states and no bytes. ``scheduler`` calls it, from its one thread; nothing here waits.
+A request has at most one handoff, of its prompt less the last token, or less all that late
+layers compute (``core.fleet.handed_tokens``); on the taking side its leader takes. Joins
+choices with a sender and a receiver (``transfer``); knows no scheduling, no blocks' states and
+no bytes. ``scheduler`` calls it, from its one thread; nothing here waits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from typing import Protocol
 from headwater.core.blocks import BlockId, CacheIdentity
 from headwater.core.cache import CacheReport, KVPart
 from headwater.core.errors import InvalidChange, InvalidRequest
-from headwater.core.fleet import HandoffEnd, HandoffRef, HandoffReport
+from headwater.core.fleet import (
+    HandoffEnd,
+    HandoffRef,
+    HandoffReport,
+    Holding,
+    Phase,
+    handed_tokens,
+)
 from headwater.core.ports import Load, RecordMove, StoredPrefix
 from headwater.core.request import FinishReason, Request, RequestId, StopParams
 from headwater.core.step import SequenceId
@@ -57,11 +65,15 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverParts:
-    """``app`` hands them in: a worker gives with a sender, and takes with a receiver."""
+    """``app`` hands them in: a worker gives with a sender, and takes with a receiver. One that
+    does not hold the whole model gives, and does nothing else. The rest as in ``ModelInfo``."""
 
     part_bytes: Callable[[KVPart], int]
     sender: Sender | None = None
     receiver: Receiver | None = None
+    holds: Holding = Holding.ALL
+    alignment: int = 1
+    decoder_replay_tokens: int | None = None
 
     def close(self) -> None:
         if self.sender is not None:
@@ -104,6 +116,27 @@ class Handover:
 
     # Beginning
 
+    def check(self, phase: Phase) -> None:
+        """Raises InvalidRequest for a phase that this worker does not hold the weights for."""
+        parts = self._parts
+        if parts is not None and parts.holds is not Holding.ALL and phase is not Phase.PREFILL:
+            raise InvalidRequest(
+                f"this worker holds only the {parts.holds} part of its model: it computes "
+                f"prompts for others, and was asked for the phase {phase}"
+            )
+
+    def giving_request(self, request: Request) -> Request:
+        """What is computed of ``request`` to hand its prompt over: one sequence of the tokens
+        whose KV changes hands, and no output. The prompt may come out empty."""
+        return replace(
+            request,
+            prompt_tokens=request.prompt_tokens[: self._num_handed(request)],
+            stop=StopParams(max_output_tokens=0),
+            num_choices=1,
+            num_prompt_logprobs=None,
+            constraint=None,
+        )
+
     def give(self, ref: HandoffRef | None, choice: Choice, identity: CacheIdentity) -> None:
         """``choice`` computes a prompt for another worker; ``giving_request`` made its request.
 
@@ -127,7 +160,7 @@ class Handover:
         if parts is None or parts.receiver is None or ref is None:
             raise InvalidRequest("this worker takes no prompts over")
         request = group.request
-        plan = self._plan(request.prompt_tokens, identity)
+        plan = self._plan(request.prompt_tokens[: self._num_handed(request) + 1], identity)
         if not plan.rows:
             self.report_nothing(ref)
             return
@@ -143,6 +176,12 @@ class Handover:
     def report_nothing(self, ref: HandoffRef) -> None:
         """The prompt is too short to be handed over: both sides know that by themselves."""
         self._reports.append(HandoffReport(handoff_id=ref.handoff_id, end=HandoffEnd.DONE))
+
+    def _num_handed(self, request: Request) -> int:
+        parts = self._parts
+        if parts is None:
+            return handed_tokens(request, None, 1)
+        return handed_tokens(request, parts.decoder_replay_tokens, parts.alignment)
 
     def _plan(self, tokens: Sequence[int], identity: CacheIdentity) -> HandoffPlan:
         return plan_handoff(
@@ -335,16 +374,3 @@ class Handover:
         assert self._parts is not None
         assert self._parts.receiver is not None
         return self._parts.receiver
-
-
-def giving_request(request: Request) -> Request:
-    """What is computed of ``request`` to hand its prompt over: one sequence of all its tokens
-    but the last, and no output."""
-    return replace(
-        request,
-        prompt_tokens=request.prompt_tokens[:-1],
-        stop=StopParams(max_output_tokens=0),
-        num_choices=1,
-        num_prompt_logprobs=None,
-        constraint=None,
-    )

@@ -20,6 +20,7 @@ class SchedulerConfig:
     prefill's share of a step that also decodes, which bounds the token gap of
     running answers. ``reserve_blocks_per_sequence`` stay available when a
     sequence starts, so that growth does not preempt it at once.
+    ``decoder_replay_tokens``: as in ``ModelInfo``.
     """
 
     context_tokens: int
@@ -27,6 +28,7 @@ class SchedulerConfig:
     max_mixed_prefill_tokens: int = 512
     max_running_sequences: int = 64
     reserve_blocks_per_sequence: int = 1
+    decoder_replay_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("context_tokens", "max_mixed_prefill_tokens", "max_running_sequences"):

@@ -24,7 +24,15 @@ from headwater.core.control import (
     WorkerLoad,
 )
 from headwater.core.errors import EngineFault, InvalidRequest
-from headwater.core.fleet import HandoffRef, HandoffReport, KVEvents, Phase, Resume, Role
+from headwater.core.fleet import (
+    HandoffRef,
+    HandoffReport,
+    Holding,
+    KVEvents,
+    Phase,
+    Resume,
+    Role,
+)
 from headwater.core.ports import Clock, Engine, WorkerPort
 from headwater.core.request import FinishReason, Request, RequestId, SequenceOutput
 from headwater.core.step import StepPlan, StepResult
@@ -85,9 +93,10 @@ class WorkerLoop:
         cost_book: CostBook | None = None,
         role: Role = Role.BOTH,
         handoff_address: str = "",
+        holds: Holding = Holding.ALL,
     ) -> None:
-        """``cost_book`` is the scheduler's, to be told what steps took. ``role`` and
-        ``handoff_address`` are told to the front: see ``Hello``."""
+        """``cost_book`` is the scheduler's, to be told what steps took. ``role``,
+        ``handoff_address`` and ``holds`` are told to the front: see ``Hello``."""
         self._engine = engine
         self._scheduler = scheduler
         self._port = port
@@ -103,6 +112,7 @@ class WorkerLoop:
             tokenizer=tokenizer,
             role=role,
             handoff_address=handoff_address,
+            holds=holds,
         )
 
     def run(self) -> None:

@@ -21,7 +21,14 @@ from headwater.core.blocks import CacheIdentity
 from headwater.core.control import WorkerLoad
 from headwater.core.errors import AuditError, EngineFault, InvalidChange, InvalidRequest
 from headwater.core.fleet import HandoffRef, HandoffReport, KVEvents, Phase, Resume
-from headwater.core.request import FinishReason, Request, RequestId, SampledToken, SequenceOutput
+from headwater.core.request import (
+    FinishReason,
+    Request,
+    RequestId,
+    SampledToken,
+    SequenceOutput,
+    late_start,
+)
 from headwater.core.sequence import (
     Admitted,
     Committed,
@@ -39,7 +46,7 @@ from headwater.worker.choice import Choice, ChoiceGroup, check_result
 from headwater.worker.compiling import CompileQueue
 from headwater.worker.cost_book import CostBook
 from headwater.worker.counts import Counts
-from headwater.worker.handover import Handover, HandoverParts, giving_request
+from headwater.worker.handover import Handover, HandoverParts
 from headwater.worker.limits import SchedulerConfig, check_fits
 from headwater.worker.places import Places
 from headwater.worker.tiering import Tiering, TierParts
@@ -63,7 +70,7 @@ class Scheduler:
         are whole blocks of the device; without ``cost_book``, only tokens bound a step;
         without ``handover_parts``, it does only whole requests."""
         self._kv = kv
-        self._tiering = Tiering(kv, tier_parts)
+        self._tiering = Tiering(kv, tier_parts, config.decoder_replay_tokens)
         self._handover = Handover(kv, handover_parts)
         self._config = config
         self._identity_of = identity_of
@@ -105,8 +112,11 @@ class Scheduler:
         if one could never finish, or if this worker has no part in ``phase``."""
         if request.request_id in self._places.groups:
             raise InvalidRequest("this request id is in use", code="duplicate_request_id")
+        self._handover.check(phase)
+        # Of the whole prompt as it was asked for, whatever part of it this worker computes.
+        first_late = late_start(request, self._config.decoder_replay_tokens)
         if phase is Phase.PREFILL:
-            request, resume = giving_request(request), ()
+            request, resume = self._handover.giving_request(request), ()
             if request.num_prompt_tokens < self._kv.group.block_tokens and handoff is not None:
                 self._handover.report_nothing(handoff)
                 return
@@ -120,6 +130,7 @@ class Scheduler:
             resume,
             first_number=self._num_submitted,
             context_tokens=self._config.context_tokens,
+            late_start=first_late,
         )
         if request.constraint is not None and self._compile_queue is None:
             raise InvalidRequest("this worker cannot enforce output constraints")
@@ -345,10 +356,11 @@ class Scheduler:
             yield WaitingCandidate(
                 sequence_id,
                 choice.order,
-                sequence.num_tokens - hit.num_hit_tokens + hit.num_replayed_tokens,
+                sequence.num_tokens - hit.computed_from,
                 self._kv.num_blocks_to_admit(hit, sequence.num_tokens),
                 must_load=hit.num_load_bytes > 0,
-                start=hit.num_hit_tokens - hit.num_replayed_tokens,
+                start=hit.computed_from,
+                late_start=choice.group.late_start,
             )
 
     def _admit(self, choice: Choice) -> bool:

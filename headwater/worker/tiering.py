@@ -27,9 +27,10 @@ from headwater.core.cache import (
     part_key,
 )
 from headwater.core.control import WorkerLoad
+from headwater.core.errors import ConfigError
 from headwater.core.ports import BlockMemory, Clock, KVTiers, Load
 from headwater.core.request import FinishReason
-from headwater.kv.hit_plan import HitPlan, LoadedRow, RowSource, plan_hit
+from headwater.kv.hit_plan import HitPlan, LoadedRow, RowSource, aligned_down, plan_hit
 from headwater.kv.manager import KVManager, Lease
 from headwater.kv.prefix_index import PrefixEntry
 from headwater.kv.probe import Probe
@@ -59,8 +60,18 @@ class TierParts:
 class Tiering:
     """One per scheduler."""
 
-    def __init__(self, kv: KVManager, parts: TierParts | None = None) -> None:
+    def __init__(
+        self,
+        kv: KVManager,
+        parts: TierParts | None = None,
+        decoder_replay_tokens: int | None = None,
+    ) -> None:
+        """``decoder_replay_tokens``: as in ``ModelInfo``. Raises ConfigError for it without
+        ``parts``: hits are computed on in copies then."""
+        if parts is None and decoder_replay_tokens is not None:
+            raise ConfigError("decoder replay needs a memory to copy blocks in")
         self._kv = kv
+        self._replay_tokens = decoder_replay_tokens or 0
         self._parts = parts
         self._window_kv = WindowKV.CHECKPOINT if parts is None else parts.window_kv
         self.pace = PrefillPace()
@@ -120,10 +131,12 @@ class Tiering:
             return False
         choice.probe = self._probe(choice, identity)
         alone = self._planned(choice, with_stored=False)
-        limit_tokens = choice.probe.limit_tokens
-        if limit_tokens < self._kv.group.block_tokens:  # never a hit
+        most_tokens = aligned_down(choice.probe.limit_tokens, self._kv.group.alignment)
+        if choice.group.late_start is not None:
+            most_tokens = min(most_tokens, choice.group.late_start)
+        if most_tokens < self._kv.group.block_tokens:  # never a hit
             return False
-        if alone.num_hit_tokens - alone.num_replayed_tokens == limit_tokens:
+        if alone.computed_from == most_tokens:
             return False
         # A device row may lack its window part, which a tier may have.
         first_row = len(choice.probe.hits) if self._kv.window_tokens is None else 0
@@ -181,6 +194,8 @@ class Tiering:
             window_tokens=self._kv.window_tokens,
             window_kv=self._window_kv,
             limit_tokens=probe.limit_tokens,
+            alignment=self._kv.group.alignment,
+            restart_tokens=choice.group.late_start,
         )
 
     # Starting
@@ -290,9 +305,11 @@ class Tiering:
         self._keeper.keep(self._kv.published(choice.sequence_id), retention)
 
     def _first_window_row(self, end: int) -> int:
-        """The first row that the token at ``end`` sees through a window."""
+        """The first row that a prompt which goes on at ``end`` sees through a window: from
+        there, or from where its late layers begin."""
         assert self._kv.window_tokens is not None
-        return max(end - self._kv.window_tokens + 1, 0) // self._kv.group.block_tokens
+        num_tokens = self._replay_tokens + self._kv.window_tokens
+        return max(end - num_tokens + 1, 0) // self._kv.group.block_tokens
 
     def give_up_load(self, choice: Choice) -> None:
         """It ended or gave way while it was loading."""
@@ -405,9 +422,7 @@ def _complete_rows(end: EndedLoad) -> list[LoadedRow]:
 
 def _num_saved(hit: HitPlan, other: HitPlan) -> int:
     """Tokens that ``hit`` leaves to compute fewer than ``other``."""
-    return (hit.num_hit_tokens - hit.num_replayed_tokens) - (
-        other.num_hit_tokens - other.num_replayed_tokens
-    )
+    return hit.computed_from - other.computed_from
 
 
 def _key(source: RowSource) -> PrefixKey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -117,6 +118,46 @@ def test_it_says_what_each_worker_gets_and_which_fleet_it_advises() -> None:
     assert report.facts["fleet"]["threads"].startswith("1 a worker, of")
     assert report.facts["fleet"]["advice"].startswith("--both 1: ")
     assert report.facts["model"]["memory"].endswith("in each of 2 workers")
+
+
+CED: dict[str, str] = {
+    "model__model": "toy:family=ced,hidden=256,layers=8",
+    "fleet__prefill": "1",
+    "fleet__decode": "2",
+}
+
+
+def test_it_says_what_a_prefill_worker_need_not_hold() -> None:
+    report = examine(settings_for(**CED))
+    assert report.would_serve
+    facts = report.facts["model"]
+    (whole,) = re.findall(r"about ([\d.]+) MiB", facts["weights"])
+    held, saved = re.findall(r"([\d.]+) MiB", facts["weights of prefill workers"])
+    assert float(held) + float(saved) == pytest.approx(float(whole), abs=0.11)
+    assert float(held) < 0.6 * float(whole)
+    assert "early layers alone" in facts["weights of prefill workers"]
+    per_token = {
+        role: int(facts[f"KV of {role} workers"].split()[0]) for role in ("prefill", "decode")
+    }
+    assert per_token["prefill"] < per_token["decode"]
+    assert "in each of 1 prefill workers; about" in facts["memory"]
+    assert facts["memory"].endswith("in each of 2 decode workers")
+    assert "hold the weights 1." in report.facts["fleet"]["advice"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"worker__prefill_weights": "all"},
+        {"engine__decoder_replay": "off"},
+        {"model__model": "toy"},
+    ],
+)
+def test_where_every_worker_holds_the_whole_model_it_says_so_once(more: dict[str, str]) -> None:
+    facts = examine(settings_for(**{**CED, **more})).facts
+    assert not any(name.startswith("weights of") for name in facts["model"])
+    assert facts["model"]["memory"].endswith("in each of 3 workers")
+    assert "hold the weights twice" in facts["fleet"]["advice"]
 
 
 def test_a_secret_that_others_can_read_is_found_before_the_start(tmp_path: Path) -> None:

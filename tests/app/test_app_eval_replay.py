@@ -24,6 +24,31 @@ def test_it_prints_both_kinds_of_hit_for_each_length(capsys: pytest.CaptureFixtu
     assert rows[2]["divergence_mean"] < rows[3]["divergence_mean"]
 
 
+def test_it_prints_every_mode_of_a_model_with_late_layers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = [
+        "eval",
+        "replay",
+        "--model",
+        "toy:family=ced",
+        "--numerics",
+        "reference",
+        "--threads",
+        "1",
+        *SMALL,
+    ]
+    assert main([*run, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    kinds = ["exact", "encoder", "decoder", "both"]
+    assert [(row["num_hit_tokens"], row["kind"]) for row in rows] == [
+        (num_hit, kind) for num_hit in (32, 64) for kind in kinds
+    ]
+    assert main(run) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "16 tokens replayed, 28 by late layers" in table
+
+
 def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(RUN) == 0
     assert "16 tokens replayed" in " ".join(capsys.readouterr().out.split())

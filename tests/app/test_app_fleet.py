@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headwater.app.arguments import parse_arguments, settings_from
-from headwater.app.assemble import kv_limits
+from headwater.app.assemble import kv_limits, model_part
 from headwater.app.cli import build_parser
 from headwater.app.fleet_plan import (
     advise_fleet,
@@ -35,6 +35,7 @@ from headwater.app.settings import (
 from headwater.core.errors import ConfigError
 from headwater.core.fleet import Role
 from headwater.engine.kv_plan import KVLimits
+from headwater.model.family import ModelPart
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -132,10 +133,43 @@ def test_share_threads_never_gives_none() -> None:
 )
 def test_the_advice_says_why(num_cores: int, is_accelerator: bool, says: str) -> None:
     advice = advise_fleet(
-        num_cores=num_cores, is_accelerator=is_accelerator, weights_bytes=2**28, free_bytes=2**36
-    )
+        num_cores=num_cores, is_accelerator=is_accelerator, weights_bytes=2**28,
+        prefill_bytes=2**28, free_bytes=2**36,
+    )  # fmt: skip
     assert says in advice.why
     parse_arguments(build_parser(), ["serve", *advice.flags.split()])
+
+
+@pytest.mark.parametrize(
+    ("prefill_bytes", "free_bytes", "says"),
+    [
+        (2**30, 3 * 2**30, "twice would take the room"),
+        (2**29, 3 * 2**30 - 1, "1.5 times would take the room"),
+        (2**29, 3 * 2**30, "worth a try"),
+    ],
+)
+def test_the_advice_counts_what_a_prefill_worker_keeps(
+    prefill_bytes: int, free_bytes: int, says: str
+) -> None:
+    advice = advise_fleet(
+        num_cores=64, is_accelerator=False, weights_bytes=2**30, prefill_bytes=prefill_bytes,
+        free_bytes=free_bytes,
+    )  # fmt: skip
+    assert says in advice.why
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("prefill_weights", ["auto", "all"])
+@pytest.mark.parametrize("decoder_replay", ["on", "off"])
+def test_only_a_prefill_worker_with_decoder_replay_is_spared_the_late_layers(
+    role: Role, prefill_weights: str, decoder_replay: str
+) -> None:
+    flags: dict[str, object] = {
+        "worker.prefill_weights": prefill_weights, "engine.decoder_replay": decoder_replay,
+    }  # fmt: skip
+    is_spared = (role, prefill_weights, decoder_replay) == (Role.PREFILL, "auto", "on")
+    part = model_part(load_settings(flags, {}), role)
+    assert part is (ModelPart.EARLY if is_spared else ModelPart.ALL)
 
 
 def test_where_kv_is_taken_is_an_address_that_others_can_be_told() -> None:

@@ -15,7 +15,7 @@ import pytest
 from headwater.api.pools import PoolsBody
 from headwater.app.cli import main
 from headwater.core.control import WorkerLoad
-from headwater.core.fleet import Role
+from headwater.core.fleet import Holding, Role
 from headwater.core.ports import BucketStatus, HandoffTotals, WorkerState, WorkerStatus
 
 LOAD = WorkerLoad(
@@ -90,6 +90,22 @@ def test_two_looks_tell_what_was_done_between_them(capsys: pytest.CaptureFixture
     assert uses["decode"]["utilisation"] == pytest.approx(0.1)
     assert found["balance"]["queue_s"] == 0.25
     assert found["now"]["workers"][0]["load"]["num_waiting"] == 3
+
+
+def test_a_worker_that_holds_a_part_of_its_model_is_shown_as_that(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prefill = replace(
+        BUSY.workers[0], holds=Holding.EARLY, weights_bytes=12 << 20, saved_weights_bytes=11 << 20
+    )
+    decode = replace(BUSY.workers[1], weights_bytes=23 << 20)
+    body = replace(BUSY, workers=(prefill, decode))
+    with answering(msgspec.json.encode(body)) as (url, _):
+        assert main(["pools", "--url", url, "--over", "0"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = {row[0]: row[3:] for row in rows if row and row[0] in ("prefill-0", "decode-0")}
+    assert shown["prefill-0"][:2] == ["12/23", "5"]
+    assert shown["decode-0"][:2] == ["23", "0"]
 
 
 def test_one_look_is_all_since_the_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,20 +12,27 @@ from hypothesis import strategies as st
 
 from headwater.core.blocks import BlockId, blocks_for
 from headwater.core.errors import EngineFault
-from headwater.core.step import SequenceId, StepPlan, StepRow
+from headwater.core.request import SamplingParams
+from headwater.core.step import SampleSpec, SequenceId, StepPlan, StepRow
 from headwater.engine.batch import BatchBuilder
 
 BLOCK_TOKENS = 4
 
 
-def builder(num_blocks: int = 200, *, has_windows: bool = False) -> BatchBuilder:
+WINDOW = 6
+
+
+def builder(
+    num_blocks: int = 200, *, has_windows: bool = False, has_late: bool = False
+) -> BatchBuilder:
     return BatchBuilder(
         block_tokens=BLOCK_TOKENS,
         num_blocks=num_blocks,
         context_tokens=100,
         vocab_size=50,
         device=torch.device("cpu"),
-        has_windows=has_windows,
+        window_tokens=WINDOW if has_windows else None,
+        has_late=has_late,
     )
 
 
@@ -112,12 +120,122 @@ def test_windows_and_replays_are_what_a_loop_over_tokens_gives(
     assert built.slots.tolist() == plain.slots.tolist()
 
 
-@pytest.mark.parametrize("change", [(1, 0), (0, 1)])
-def test_a_window_or_a_replay_without_window_layers_is_a_fault(change: tuple[int, int]) -> None:
-    window_start, num_replayed = change
-    bad = replace(row(1, 2, (1,), (3,)), window_start=window_start, num_replayed=num_replayed)
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(plans(), st.data())
+def test_late_tokens_are_what_a_loop_over_tokens_gives(plan: StepPlan, data: st.DataObject) -> None:
+    draw = data.draw
+    is_easy = draw(st.booleans())  # then all of the step is late
+    rows = tuple(
+        replace(
+            r,
+            window_start=draw(st.integers(0, r.start)),
+            num_replayed=draw(st.integers(0, len(r.tokens))),
+            late_start=draw(st.integers(0, r.start if is_easy else r.end + 2)),
+        )
+        for r in plan.rows
+    )
+    batch = builder(has_windows=True, has_late=True).build(StepPlan(rows)).batch
+    plain = (
+        builder(has_windows=True)
+        .build(StepPlan(tuple(replace(r, late_start=0) for r in rows)))
+        .batch
+    )
+    assert plain.late is None
+    for name in ("positions", "slots", "global_slots", "window_starts", "row_starts"):
+        assert torch.equal(getattr(batch, name), getattr(plain, name)), "of all tokens"
+
+    assert batch.window_starts is not None
+    assert batch.global_slots is not None
+    indices, row_starts, chosen, looks_alike = [], [0], [], True
+    index = 0
+    for number, r in enumerate(rows):
+        for position in range(r.start, r.end):
+            looks_alike &= position >= r.late_start
+            if position >= r.late_start:
+                indices.append(index)
+                seen = max(position - WINDOW + 1, r.window_start)
+                looks_alike &= seen >= r.late_start
+            index += 1
+        if r.end > r.late_start:
+            chosen.append(number)
+            row_starts.append(len(indices))
+    assert (batch.late is None) == looks_alike, "left out exactly where it says nothing new"
+    if batch.late is None:
+        return
+    assert batch.late.indices.dtype == torch.int64
+    assert batch.late.indices.tolist() == indices
+    late = batch.late.batch
+    assert (late is None) == (not indices)
+    if late is None:
+        return
+    assert late.late is None
+    assert late.row_starts.tolist() == row_starts
+    assert late.context_lens.tolist() == [rows[i].end for i in chosen]
+    assert late.block_tables.tolist() == batch.block_tables[chosen].tolist()
+    assert late.positions.tolist() == batch.positions[indices].tolist()
+    assert late.slots.tolist() == batch.slots[indices].tolist()
+    assert late.global_slots is not None
+    assert late.global_slots.tolist() == batch.global_slots[indices].tolist()
+    assert late.window_starts is not None
+    assert late.window_starts.tolist() == [
+        max(rows[i].window_start, rows[i].late_start) for i in chosen
+    ]
+    assert late.max_row_tokens == max(end - start for start, end in pairwise(row_starts))
+    assert late.max_context == max(rows[i].end for i in chosen)
+    for tensor in (late.row_starts, late.context_lens, late.block_tables, late.positions):
+        assert tensor.dtype == torch.int32
+        assert tensor.is_contiguous()
+
+
+def test_a_step_that_only_decodes_has_nothing_to_say_of_late_layers() -> None:
+    """Their windows end behind where they began: a prompt's replay is longer than a window."""
+    rows = [
+        replace(row(i, 30 + i, (1,), tuple(range(9))), late_start=31 - WINDOW) for i in range(4)
+    ]
+    batches = builder(has_windows=True, has_late=True)
+    assert batches.build(StepPlan(tuple(rows))).batch.late is None
+    early = replace(rows[0], late_start=32 - WINDOW)
+    assert batches.build(StepPlan((*rows[1:], early))).batch.late is not None
+
+
+SAMPLE = SampleSpec(params=SamplingParams(), position=6)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (replace(row(1, 2, (1, 2), (3,)), late_start=-1), "before position 0"),
+        (replace(row(1, 2, (1, 2), (3,)), late_start=4, sample=SAMPLE), "sequence 1.*position 4"),
+        (
+            replace(
+                row(1, 2, (1, 2), (3,)), late_start=3, next_tokens=(1, 1), num_prompt_logprobs=0
+            ),
+            "sequence 1.*position 3",
+        ),
+    ],
+)
+def test_a_row_that_needs_late_layers_where_they_have_not_begun_is_a_fault(
+    bad: StepRow, message: str
+) -> None:
+    with pytest.raises(EngineFault, match=message):
+        builder(has_windows=True, has_late=True).build(StepPlan((row(0, 0, (1,), (4,)), bad)))
+
+
+@pytest.mark.parametrize("change", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_a_window_a_replay_or_late_tokens_without_such_layers_are_a_fault(
+    change: tuple[int, int, int],
+) -> None:
+    window_start, num_replayed, late_start = change
+    bad = replace(
+        row(1, 2, (1,), (3,)),
+        window_start=window_start, num_replayed=num_replayed, late_start=late_start,
+    )  # fmt: skip
+    plan = StepPlan((row(0, 0, (1,), (4,)), bad))
     with pytest.raises(EngineFault, match="no layer has a window"):
-        builder().build(StepPlan((row(0, 0, (1,), (4,)), bad)))
+        builder().build(plan)
+    if late_start:
+        with pytest.raises(EngineFault, match="no late layers"):
+            builder(has_windows=True).build(plan)
 
 
 def test_dtypes_are_the_kernel_ports() -> None:

@@ -45,6 +45,37 @@ MIXED = (
         persisted=False,
     ),
 )
+# Layers as ced has them with decoder replay: two windows, of which the late one is never kept,
+# and sources with a row for each token and for two.
+ROWS = (
+    CacheGroup(
+        kind=CacheKind.WINDOW,
+        layers=(0,),
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        window_tokens=64,
+        is_rows=True,
+    ),
+    CacheGroup(
+        kind=CacheKind.WINDOW,
+        layers=(1,),
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        window_tokens=64,
+        is_rows=True,
+        is_late=True,
+        persisted=False,
+    ),
+    CacheGroup(kind=CacheKind.GLOBAL, layers=(3,), num_kv_heads=1, head_dim=HEAD_DIM, is_rows=True),
+    CacheGroup(
+        kind=CacheKind.GLOBAL,
+        layers=(2,),
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        is_rows=True,
+        ratio=2,
+    ),
+)
 PLAIN = (CacheGroup(kind=CacheKind.GLOBAL, layers=(0, 1), num_kv_heads=HEADS, head_dim=HEAD_DIM),)
 
 
@@ -131,6 +162,41 @@ def test_every_block_and_part_keeps_its_own_bytes(ops: Ops) -> None:
     assert {place: read(memory, *place) for place in wanted} == wanted
 
 
+def test_parts_of_layers_whose_rows_are_keys_and_values(ops: Ops) -> None:
+    memory = block_memory(ops, cache(ops, ROWS), ROWS)
+    row_bytes = HEAD_DIM * (4 if kv_format(ops) is KVFormat.FP32 else 2)
+    assert memory.part_bytes(KVPart.WINDOW) == BLOCK_TOKENS * row_bytes
+    # A row for each token and one for two; what a block keeps of an open row stays here.
+    assert memory.part_bytes(KVPart.GLOBAL) == BLOCK_TOKENS * row_bytes * 3 // 2
+
+
+def test_hit_is_miss_for_rows_that_went_out_and_came_back_elsewhere(ops: Ops) -> None:
+    source, target = cache(ops, ROWS), cache(ops, ROWS)
+    out, back = block_memory(ops, source, ROWS), block_memory(ops, target, ROWS)
+    fill_rows(ops, source, 1)
+    for part in KVPart:
+        write(back, 5, part, read(out, 1, part))
+    window, late, pooled, whole = range(4)
+    for first, second in ((window, whole), (window, pooled)):
+        theirs = attended_rows(ops, source.layers[first], source.layers[second], 1)
+        assert torch.equal(
+            attended_rows(ops, target.layers[first], target.layers[second], 5), theirs
+        )
+    assert attended_rows(ops, target.layers[late], None, 5).abs().sum() == 0
+
+
+def test_copy_takes_every_row_also_of_late_layers(ops: Ops) -> None:
+    kv = cache(ops, ROWS)
+    fill_rows(ops, kv, 2)
+    block_memory(ops, kv, ROWS).copy(BlockId(2), BlockId(4))
+    for window in kv.layers[:2]:
+        for source in (None, *kv.layers[2:]):
+            assert torch.equal(
+                attended_rows(ops, window, source, 4), attended_rows(ops, window, source, 2)
+            )
+        assert attended_rows(ops, window, None, 4).abs().sum() > 0
+
+
 def test_a_block_changes_only_when_all_its_bytes_are_there_where_buffers_are_staged() -> None:
     ops = UnaddressableOps()
     memory = block_memory(ops, cache(ops, PLAIN), PLAIN)
@@ -197,7 +263,8 @@ def test_kernels_that_show_no_bytes_are_refused_with_what_to_do() -> None:
     plan = KVPlan(
         num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, context_tokens=64, kv_bytes=0, reason=""
     )
-    kv = KVCache(layers=(SealedKV(), SealedKV()), plan=plan, bytes_per_token=1, layout="sealed")
+    layers = (SealedKV(), SealedKV())
+    kv = KVCache(layers=layers, groups=PLAIN, plan=plan, bytes_per_token=1, layout="sealed")
     with pytest.raises(ConfigError, match="cache_dir"):
         block_memory(ops, kv, PLAIN)
 
@@ -227,3 +294,44 @@ def attended(ops: Ops, layer: LayerKV, block: int) -> torch.Tensor:
         max_context=BLOCK_TOKENS,
     )
     return ops.attend(query.to(ops.device, ops.act_dtype), layer, batch, 0.3).clone()
+
+
+def rows_batch(ops: Ops, block: int, num_tokens: int) -> RaggedBatch:
+    """The last ``num_tokens`` of one whole block, as a sequence of their own."""
+    positions = torch.arange(BLOCK_TOKENS - num_tokens, BLOCK_TOKENS, device=ops.device)
+    return RaggedBatch(
+        row_starts=torch.tensor([0, num_tokens], dtype=torch.int32, device=ops.device),
+        context_lens=torch.tensor([BLOCK_TOKENS], dtype=torch.int32, device=ops.device),
+        block_tables=torch.tensor([[block]], dtype=torch.int32, device=ops.device),
+        positions=positions.int(),
+        slots=block * BLOCK_TOKENS + positions,
+        max_row_tokens=num_tokens,
+        max_context=BLOCK_TOKENS,
+    )
+
+
+def fill_rows(ops: Ops, kv: KVCache, block: int) -> None:
+    """Something else in each layer of ``ROWS``."""
+    batch = rows_batch(ops, block, BLOCK_TOKENS)
+    generator = torch.Generator().manual_seed(7)
+    angles = torch.zeros(BLOCK_TOKENS, 2, device=ops.device)
+
+    def noise() -> torch.Tensor:
+        rows = torch.randn(BLOCK_TOKENS, HEAD_DIM, generator=generator)
+        return rows.to(ops.device, ops.act_dtype)
+
+    for number, layer in enumerate(kv.layers):
+        if number == 2:
+            norm = torch.ones(HEAD_DIM, device=ops.device)
+            ops.compress(noise(), noise(), norm, angles.cos(), angles.sin(), layer, batch, 1e-6)
+        else:
+            ops.store_rows(noise(), layer, batch.slots)
+
+
+def attended_rows(ops: Ops, window: LayerKV, source: LayerKV | None, block: int) -> torch.Tensor:
+    """What one query at the block's last token sees."""
+    query = torch.randn(1, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(99))
+    sinks = torch.zeros(HEADS, device=ops.device)
+    batch = rows_batch(ops, block, 1)
+    query = query.to(ops.device, ops.act_dtype)
+    return ops.attend_rows(query, window, source, sinks, batch, 0.3, 64).clone()

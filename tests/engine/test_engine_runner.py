@@ -50,7 +50,8 @@ class TallyModel:
     """hidden = sum over the context of sin((id + 1) * (position + 1) * k), k = 1..H."""
 
     cache_plan: tuple[CacheGroup, ...] = ()
-    weights_bytes = step_weights_bytes = flops_per_token = 0
+    weights_bytes = full_weights_bytes = step_weights_bytes = 0
+    flops_per_token = late_flops_per_token = 0
 
     def __init__(self) -> None:
         self.largest_head_rows = 0
@@ -120,7 +121,7 @@ def engine(model: TallyModel | None = None, max_logits_bytes: int = 2**20) -> Mo
     )
     return ModelEngine(
         model=model or TallyModel(),
-        kv=KVCache(layers=(IdsKV(),), plan=plan, bytes_per_token=8, layout="test/1"),
+        kv=KVCache(layers=(IdsKV(),), groups=(), plan=plan, bytes_per_token=8, layout="test/1"),
         info=info,
         device=torch.device("cpu"),
         clock=Ticks(),

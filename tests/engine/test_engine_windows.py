@@ -43,7 +43,8 @@ class TwoLayers:
     """Attention only: each layer is x + out(attend(qkv(norm(x))))."""
 
     cache_plan = CACHE_PLAN
-    weights_bytes = step_weights_bytes = flops_per_token = 0
+    weights_bytes = full_weights_bytes = step_weights_bytes = 0
+    flops_per_token = late_flops_per_token = 0
 
     def __init__(self) -> None:
         self.ops = ReferenceOps()

@@ -2,7 +2,8 @@
 
 It knows no hashes, refcounts or free lists. A slot holds the global and the window KV of
 one token; KV is named by the whole prefix that it was computed from, as if it could be
-read back. Computing a token checks that all KV that it attends to is the right one.
+read back. The window KV of late layers is named by where those began, too. Computing a
+token checks that all KV that it attends to is the right one.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ class Slots:
 
     of_global: list[Prefix | None]
     of_window: list[Prefix | None]
+    of_late: list[tuple[Prefix, int] | None]
 
     def copy(self) -> Slots:
-        return Slots(list(self.of_global), list(self.of_window))
+        return Slots(list(self.of_global), list(self.of_window), list(self.of_late))
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Live:
     lease: Lease
     num_computed: int
     table: list[BlockId]
+    late_start: int | None = None  # None: late layers, if there are any, are like all others
     num_loaded: int = 0
     is_loading: bool = False
 
@@ -58,13 +61,17 @@ def prefix_of(entry: PrefixEntry) -> tuple[int, ...]:
 class Memory:
     """All blocks of the device."""
 
-    def __init__(self, num_blocks: int, block_tokens: int, window_tokens: int | None) -> None:
+    def __init__(
+        self, num_blocks: int, block_tokens: int, window_tokens: int | None, alignment: int = 1
+    ) -> None:
         self.block_tokens = block_tokens
+        self.alignment = alignment
         self.window_tokens = window_tokens
         self.blocks = [self._garbage() for _ in range(num_blocks)]
 
     def _garbage(self) -> Slots:
-        return Slots([None] * self.block_tokens, [None] * self.block_tokens)
+        size = self.block_tokens
+        return Slots([None] * size, [None] * size, [None] * size)
 
     def spoil(self, block: BlockId) -> None:
         self.blocks[block] = self._garbage()
@@ -94,9 +101,14 @@ class Memory:
         self.check_global(live, lease.num_hit_tokens)
         if self.window_tokens is None:
             assert (lease.window_start, lease.num_replayed_tokens) == (0, 0)
-        elif not lease.num_replayed_tokens:
-            assert lease.window_start <= max(0, lease.num_hit_tokens - self.window_tokens + 1)
-            self.check_window(live, lease.window_start, lease.num_hit_tokens)
+        elif not self.is_approximate(live):
+            assert lease.window_start <= max(0, live.num_computed - self.window_tokens + 1)
+            self.check_window(live, lease.window_start, live.num_computed)
+
+    def is_approximate(self, live: Live) -> bool:
+        """Whether it is a replay without the window before it."""
+        start = live.lease.num_hit_tokens - live.lease.num_replayed_tokens
+        return live.lease.num_replayed_tokens > 0 and live.lease.window_start == start
 
     def compute(self, live: Live, position: int, *, may_write: bool) -> None:
         """One token: its row attends to what is before it, and its KV is written."""
@@ -106,13 +118,23 @@ class Memory:
         if position < live.lease.num_hit_tokens:  # replayed
             assert slots.of_global[offset] == live.prefix(position)
         else:
+            # Tokens that share a row of KV are written together.
+            first = position - position % self.alignment
+            assert first >= live.lease.num_hit_tokens, "a row of KV is written in part"
             slots.of_global[offset] = live.prefix(position)
         if self.window_tokens is not None:
             seen = max(live.lease.window_start, position - self.window_tokens + 1)
-            if not live.lease.num_replayed_tokens:
+            if not self.is_approximate(live):
                 assert seen == max(0, position - self.window_tokens + 1), "a window cut short"
             self.check_window(live, seen, position)
             slots.of_window[offset] = live.prefix(position)
+        if self.window_tokens is None or live.late_start is None or position < live.late_start:
+            return
+        slots.of_late[offset] = live.prefix(position), live.late_start
+        for before in range(max(live.late_start, position - self.window_tokens + 1), position):
+            slots, offset = self.slot(live.table, before)
+            late = live.prefix(before), live.late_start
+            assert slots.of_late[offset] == late, "KV of late layers is not there"
 
     def check_entry(self, entry: PrefixEntry) -> None:
         """A published block is what it says."""

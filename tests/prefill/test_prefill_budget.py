@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +30,10 @@ costs = st.builds(
     pair_s=st.floats(0, 1e-5),
     window_pair_s=st.floats(0, 1e-5),
     sequence_s=st.floats(0, 1e-2),
+    late_token_s=st.floats(0, 1e-2),
+    late_pair_s=st.floats(0, 1e-5),
 )
+late_starts = st.none() | st.integers(0, 104_000)
 times = st.builds(
     StepTime,
     cost=costs,
@@ -49,14 +54,19 @@ def step_time(budget_s: float, *, num_decoding: int = 0) -> StepTime:
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-@given(time=times, start=st.integers(0, 100_000), max_tokens=st.integers(0, 4096))
+@given(
+    time=times,
+    start=st.integers(0, 100_000),
+    max_tokens=st.integers(0, 4096),
+    late_start=late_starts,
+)
 def test_the_largest_chunk_fits_and_one_token_more_does_not(
-    time: StepTime, start: int, max_tokens: int
+    time: StepTime, start: int, max_tokens: int, late_start: int | None
 ) -> None:
-    fit = largest_chunk(time, start, max_tokens)
+    fit = largest_chunk(time, start, max_tokens, late_start)
     assert 0 <= fit <= max_tokens
-    assert fit == 0 or time.fits(start, fit)
-    assert fit == max_tokens or not time.fits(start, fit + 1)
+    assert fit == 0 or time.fits(start, fit, late_start)
+    assert fit == max_tokens or not time.fits(start, fit + 1, late_start)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -74,6 +84,22 @@ def test_e01_the_first_prompt_is_never_left_without(
 def test_a_deep_chunk_is_smaller_than_a_shallow_one() -> None:
     shallow, deep = (largest_chunk(step_time(0.1), start, 2048) for start in (0, 6000))
     assert shallow > 3 * deep > 0
+
+
+def test_tokens_that_late_layers_leave_out_take_less_of_a_step() -> None:
+    cost = replace(COST, token_s=2e-4, late_token_s=2e-4)
+    time = replace(step_time(0.1), cost=cost)
+    early, mixed, late = (largest_chunk(time, 0, 2048, start) for start in (2048, 300, 0))
+    assert early > 1.4 * late
+    assert late < mixed < early
+    # The plan asks for each candidate's own.
+    order = ServiceOrder(0, True, 0)
+    for late_start, expected in ((2048, early), (0, late)):
+        ready = PrefillCandidate(SequenceId(0), order, 5000, 0, late_start)
+        [chunk] = plan_prefill([ready], [], room(time, budget_tokens=2048)).chunks
+        assert chunk.num_tokens == expected
+        comer = WaitingCandidate(SequenceId(0), order, 5000, 1, late_start=late_start)
+        assert plan_prefill([], [comer], room(time, budget_tokens=2048)).chunks == (chunk,)
 
 
 def test_running_answers_leave_less_to_prompts() -> None:

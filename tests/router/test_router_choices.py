@@ -11,7 +11,7 @@ from router_workers import LOAD, say_hello
 
 from headwater.core.cache import StoreStats, Tier
 from headwater.core.errors import ConfigError
-from headwater.core.fleet import Role
+from headwater.core.fleet import Holding, Role
 from headwater.core.ports import WorkerState, WorkerStatus
 from headwater.router.decode_policy import DecodeOption, choose_decode, has_room, needed_blocks
 from headwater.router.fleet_policy import decide_readiness, total_load
@@ -177,6 +177,18 @@ def test_a_decode_worker_must_say_where_it_takes_kv() -> None:
     assert "role decode, the front wants both" in (
         role_mismatch(say_hello(Role.DECODE), Role.BOTH) or ""
     )
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_only_a_prefill_worker_may_hold_the_early_part_alone(role: Role) -> None:
+    hello = replace(say_hello(role), holds=Holding.EARLY)
+    why = role_mismatch(hello, role)
+    if role is Role.PREFILL:
+        assert why is None
+        assert model_mismatch(hello, say_hello(Role.DECODE)) is None
+    else:
+        assert why is not None
+        assert f"role {role} and holds only the early part" in why
 
 
 def worker(role: Role, state: WorkerState = WorkerState.UP, reason: str = "") -> WorkerStatus:

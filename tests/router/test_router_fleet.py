@@ -14,12 +14,21 @@ from router_house import (
     lose_in_decode,
     step_done,
 )
-from router_workers import INFO, LOAD, Fabric, FakeLauncher, FakeWorker, ask, expected_ids
+from router_workers import (
+    INFO,
+    LOAD,
+    Fabric,
+    FakeLauncher,
+    FakeWorker,
+    ask,
+    expected_ids,
+    say_hello,
+)
 
 from headwater.core.blocks import CacheIdentity, block_keys
 from headwater.core.control import StepDone, Submit
 from headwater.core.errors import ConfigError, NotReady, WorkerLost
-from headwater.core.fleet import HandoffEnd, HandoffReport, KVEvents, Phase, Role
+from headwater.core.fleet import HandoffEnd, HandoffReport, Holding, KVEvents, Phase, Role
 from headwater.core.ports import WorkerState
 from headwater.core.request import (
     RequestId,
@@ -64,7 +73,7 @@ async def test_a_fleet_of_both_computes_whole_requests_and_spreads_them() -> Non
     [
         ("fingerprint", "g"), ("layout", "k"), ("block_tokens", 32), ("window_tokens", 128),
         ("context_tokens", 99), ("weights_format", "f32"), ("kv_bytes_per_token", 8),
-        ("numerics", "fast"), ("vocab_size", 10),
+        ("numerics", "fast"), ("vocab_size", 10), ("alignment", 2), ("decoder_replay_tokens", 140),
     ],
 )  # fmt: skip
 async def test_d06_a_peer_that_differs_is_refused_with_both_values_named(
@@ -277,6 +286,43 @@ async def test_the_status_shows_who_waits_and_who_works() -> None:
         status = h.router.status()
         assert not any(b.queue_s for b in status.buckets)
         assert status.workers[0].queue_s == 0
+
+
+async def test_the_late_tokens_of_a_prompt_wait_in_the_decode_worker_once_their_kv_is_there() -> (
+    None
+):
+    info = replace(INFO, window_tokens=32, decoder_replay_tokens=44, saved_weights_bytes=5)
+    whole = replace(info, weights_bytes=6, saved_weights_bytes=0)
+    launcher = FakeLauncher(lambda w: w.hello(info if w.role is Role.PREFILL else whole))
+    async with house(*SPLIT, launcher=launcher) as h:
+        asked = ask("a", num_prompt=300)
+        task = h.start(asked)
+        await h.settle()
+        prefill, decode = h.router.status().workers
+        assert prefill.queue_s > 0
+        assert decode.queue_s == 0
+        assert (prefill.weights_bytes, prefill.saved_weights_bytes) == (1, 5)
+        assert (decode.weights_bytes, decode.saved_weights_bytes) == (6, 0)
+        done = HandoffReport(handoff_id="a", end=HandoffEnd.DONE)
+        h.launcher.one(Role.DECODE).words.put_nowait(step_done(report=done))
+        await h.settle()
+        assert h.router.status().workers[1].queue_s > 0
+        assert await h.finish(task) == expected_ids(asked)
+        assert h.router.status().workers[1].queue_s == 0
+        short = h.start(ask("b", num_prompt=59))  # 15 tokens would be handed over, a block is 16
+        await h.settle()
+        assert len(h.launcher.one(Role.PREFILL).sent) == 1
+        assert await h.finish(short) == expected_ids(ask("b"))
+
+
+async def test_a_decode_worker_with_the_early_part_alone_is_refused() -> None:
+    def first(worker: FakeWorker) -> None:
+        hello = say_hello(worker.role, worker.worker_id)
+        worker.words.put_nowait(replace(hello, holds=Holding.EARLY))
+
+    router = Router(FakeLauncher(first), RouterConfig(roles=SPLIT), ManualClock())
+    with pytest.raises(WorkerLost, match="decode and holds only the early part"):
+        await asyncio.wait_for(router.run(), 2.0)
 
 
 async def test_elastic_workers_that_do_both_divide_the_phases_between_them() -> None:

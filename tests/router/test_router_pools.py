@@ -62,6 +62,14 @@ def test_prompts_that_wait_are_asked_for_too() -> None:
     assert (balance.num_prefill, balance.num_decode) == (3, 1)
 
 
+def test_prompts_that_wait_in_decode_workers_ask_for_decode_workers() -> None:
+    workers = [
+        counted("p", Role.PREFILL, up_s=10, prefill_s=3, queue_s=1),
+        counted("d", Role.DECODE, up_s=10, decode_s=2, queue_s=2),
+    ]
+    assert pool_balance([], workers).prefill_share == pytest.approx(0.5)
+
+
 def test_a_fleet_that_did_nothing_has_no_ratio_and_one_worker_no_division() -> None:
     idle = pool_balance([], [counted("b", Role.BOTH, up_s=0.0)])
     assert (idle.prefill_share, idle.num_prefill, idle.num_decode) == (0.0, 0, 0)

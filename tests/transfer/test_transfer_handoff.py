@@ -326,6 +326,8 @@ def test_d01_a_side_that_was_told_alone_gives_up_in_bounded_time() -> None:
         ("window_tokens", 128),
         ("protocol", 7),
         ("global_bytes", 1),
+        ("alignment", 2),
+        ("decoder_replay_tokens", 140),
     ],
 )
 def test_d06_peers_that_differ_are_refused_with_both_values(field: str, theirs: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from worker_hidden_cost import TRUE_COST
@@ -108,13 +109,17 @@ def test_a_budget_of_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("window_tokens", [None, 8])
-def test_a_step_is_the_sum_of_its_rows(window_tokens: int | None) -> None:
-    book = CostBook(window_tokens=window_tokens, budget_s=1.0)
+@pytest.mark.parametrize("counts_late", [False, True])
+def test_a_step_is_the_sum_of_its_rows(counts_late: bool, window_tokens: int | None) -> None:
+    book = CostBook(window_tokens=window_tokens, counts_late=counts_late, budget_s=1.0)
     book.learn([Observation(StepShape.of_row(0, 1, window_tokens), 0.01)])
     rows = [row(3, 1), row(900, 1), row(0, 40), row(5, 2), row(0, 1)]
+    rows = [replace(r, late_start=start) for r in rows for start in (0, 6, 1000)]
     time = book.time_left(rows)
     assert time is not None
     total = NO_STEP
     for r in rows:
-        total += StepShape.of_row(r.start, len(r.tokens), window_tokens)
+        late_start = r.late_start if counts_late else None
+        total += StepShape.of_row(r.start, len(r.tokens), window_tokens, late_start)
     assert time.used == total
+    assert bool(total.num_late_tokens) == counts_late

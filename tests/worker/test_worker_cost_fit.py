@@ -21,18 +21,27 @@ costs = st.builds(
     pair_s=st.floats(0, 1e-5),
     window_pair_s=st.floats(0, 1e-5),
     sequence_s=st.floats(0, 1e-2),
+    late_token_s=st.floats(0, 1e-2),
+    late_pair_s=st.floats(0, 1e-5),
 )
 
 
-def shape_of(rng: random.Random, *, window_tokens: int | None = None) -> StepShape:
-    """Some answers, and in half of the steps a chunk."""
+def shape_of(
+    rng: random.Random, *, window_tokens: int | None = None, has_late: bool = False
+) -> StepShape:
+    """Some answers, and in half of the steps a chunk. ``has_late``: of most chunks late layers
+    compute nothing, of the others the last tokens."""
     num_decoding = rng.choice([1, 2, 4, 8, 16])
+    late_start = 0 if has_late else None
     shape = NO_STEP
     for _ in range(num_decoding):
-        shape += StepShape.of_row(rng.randrange(10, 4000), 1, window_tokens)
+        shape += StepShape.of_row(rng.randrange(10, 4000), 1, window_tokens, late_start)
     if rng.random() < 0.5:
         num_tokens = rng.choice([16, 40, 128, 300, 700])
-        shape += StepShape.of_row(rng.randrange(0, 6000), num_tokens, window_tokens)
+        start = rng.randrange(0, 6000)
+        if has_late:
+            late_start = start + num_tokens - (min(140, num_tokens) if rng.random() < 0.2 else 0)
+        shape += StepShape.of_row(start, num_tokens, window_tokens, late_start)
     return shape
 
 
@@ -60,6 +69,8 @@ def scaled(cost: StepCost, by: float) -> StepCost:
         pair_s=cost.pair_s * by,
         window_pair_s=cost.window_pair_s * by,
         sequence_s=cost.sequence_s * by,
+        late_token_s=cost.late_token_s * by,
+        late_pair_s=cost.late_pair_s * by,
     )
 
 
@@ -75,15 +86,23 @@ def test_nothing_is_said_before_the_first_step() -> None:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@given(truth=costs, seed=st.integers(0, 99), window_tokens=st.sampled_from([None, 512]))
+@given(
+    truth=costs,
+    seed=st.integers(0, 99),
+    window_tokens=st.sampled_from([None, 512]),
+    has_late=st.booleans(),
+)
 def test_without_noise_any_true_cost_is_found(
-    truth: StepCost, seed: int, window_tokens: int | None
+    truth: StepCost, seed: int, window_tokens: int | None, has_late: bool
 ) -> None:
     rng, fit = random.Random(seed), CostFit()
     for _ in range(120):
-        shape = shape_of(rng, window_tokens=window_tokens)
+        shape = shape_of(rng, window_tokens=window_tokens, has_late=has_late)
         fit.note(shape, truth.predict_s(shape))
-    shapes = [shape_of(rng, window_tokens=window_tokens) for _ in range(50)]
+    if not has_late:
+        cost = fitted(fit)
+        assert cost.late_token_s == cost.late_pair_s == 0, "nothing is known of what there is not"
+    shapes = [shape_of(rng, window_tokens=window_tokens, has_late=has_late) for _ in range(50)]
     assert errors(fit, truth, shapes)[-1] < 0.02
 
 
@@ -146,6 +165,23 @@ def test_hours_of_decoding_do_not_forget_what_prefill_costs() -> None:
     assert errors(fit, CPU, chunks)[-1] < 0.25
 
 
+def test_long_prompts_do_not_forget_what_their_last_tokens_cost() -> None:
+    """One chunk in thirty has late tokens; what the others say of their size is another thing."""
+    rng, fit = random.Random(4), CostFit()
+    truth = replace(CPU, late_token_s=4e-4, late_pair_s=8e-7)
+    end = 30 * 200
+
+    def chunk(start: int) -> StepShape:
+        return StepShape.of_row(start, 200, None, late_start=end - 140)
+
+    first = [shape_of(rng, has_late=True) for _ in range(60)]
+    for shape in [*first, *(chunk(step % 30 * 200) for step in range(900))]:
+        fit.note(shape, truth.predict_s(shape) * (1 + rng.uniform(-0.05, 0.05)))
+    assert errors(fit, truth, [chunk(start) for start in range(0, end, 200)])[-1] < 0.1
+    ranked = errors(fit, truth, [shape_of(rng, has_late=True) for _ in range(50)])
+    assert ranked[45] < 0.25
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     steps=st.lists(
@@ -157,21 +193,25 @@ def test_hours_of_decoding_do_not_forget_what_prefill_costs() -> None:
         ),
         min_size=1,
         max_size=60,
-    )
+    ),
+    late_start=st.none() | st.integers(0, 9000),
 )
 def test_whatever_is_seen_no_cost_is_negative_and_more_work_is_never_cheaper(
-    steps: list[tuple[int, int, int, float]],
+    steps: list[tuple[int, int, int, float]], late_start: int | None
 ) -> None:
     fit = CostFit()
     for start, num_tokens, num_decoding, seconds in steps:
-        shape = StepShape.of_row(start, num_tokens, 128)
+        shape = StepShape.of_row(start, num_tokens, 128, late_start)
         for _ in range(num_decoding):
-            shape += StepShape.of_row(start, 1, 128)
+            shape += StepShape.of_row(start, 1, 128, late_start)
         fit.note(shape, seconds)
         cost = fitted(fit)
-        values = (cost.base_s, cost.token_s, cost.pair_s, cost.window_pair_s, cost.sequence_s)
+        values = (
+            cost.base_s, cost.token_s, cost.pair_s, cost.window_pair_s, cost.sequence_s,
+            cost.late_token_s, cost.late_pair_s,
+        )  # fmt: skip
         assert all(0 <= value < float("inf") for value in values)
-        more = cost.predict_s(shape + StepShape.of_row(0, 10, 128))
+        more = cost.predict_s(shape + StepShape.of_row(0, 10, 128, late_start))
         assert more >= cost.predict_s(shape)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from worker_hidden_cost import TRUE_COST, HiddenCostEngine, ManualClock
 
-from headwater.core.cost import StepShape
+from headwater.core.cost import NO_STEP, StepShape
+from headwater.core.fleet import Holding
 from headwater.core.step import StepPlan, StepResult
 from headwater.worker.cost_book import CostBook
 from headwater.worker.cost_profile import profile
@@ -67,6 +70,50 @@ def test_it_keeps_to_the_pool_and_the_context(
         for row in plan.rows:
             assert row.end <= min(context_tokens, len(row.block_table) * block_tokens)
             assert all(0 <= token < engine.info.vocab_size for token in row.tokens)
+
+
+class LateCostEngine(RecordingEngine):
+    """Half of a token's cost is that of late layers."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(clock)
+        self.info = replace(self.info, window_tokens=128, decoder_replay_tokens=140)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        start_s = self.clock.time_s
+        result = super().run(plan)
+        self.clock.time_s = start_s + LATE_COST.predict_s(late_shape(plan))
+        return result
+
+
+LATE_COST = replace(TRUE_COST, token_s=2e-4, late_token_s=2e-4, late_pair_s=8e-7)
+
+
+def late_shape(plan: StepPlan) -> StepShape:
+    shape = NO_STEP
+    for row in plan.rows:
+        shape += StepShape.of_row(row.start, len(row.tokens), 128, row.late_start)
+    return shape
+
+
+def test_where_late_layers_leave_tokens_out_the_profile_tells_what_they_cost() -> None:
+    clock = ManualClock()
+    book = CostBook(window_tokens=128, counts_late=True)
+    book.learn(profile(LateCostEngine(clock), clock, limit_s=5.0))
+    assert book.cost is not None
+    for late_start in (0, 300, 400):
+        shape = StepShape.of_row(0, 400, 128, late_start)
+        assert book.cost.predict_s(shape) == pytest.approx(LATE_COST.predict_s(shape), rel=0.25)
+
+
+def test_an_engine_without_late_layers_is_asked_for_nothing_of_them() -> None:
+    clock = ManualClock()
+    engine = LateCostEngine(clock)
+    assert profile(engine, clock, holds=Holding.EARLY, limit_s=5.0)
+    for plan in engine.plans:
+        for row in plan.rows:
+            assert row.late_start >= row.end
+            assert row.sample is None
 
 
 def test_a_step_that_fails_ends_it_with_what_there_is() -> None:

@@ -98,11 +98,20 @@ def test_one_after_another_every_prompt_hits_all_that_was_ever_computed(
             stack.restart()
 
 
-@pytest.mark.parametrize("window", [None, WindowKV.CHECKPOINT, WindowKV.REPLAY])
+@pytest.mark.parametrize(
+    ("window", "has_late"),
+    [
+        (None, False),
+        (WindowKV.CHECKPOINT, False),
+        (WindowKV.REPLAY, False),
+        (WindowKV.CHECKPOINT, True),
+        (WindowKV.REPLAY, True),
+    ],
+)
 @run_settings
 @given(seed=st.integers(0, 10**9))
 def test_a_crowd_on_bad_tiers_gets_the_ids_of_a_cold_run(
-    window: WindowKV | None, seed: int
+    window: WindowKV | None, has_late: bool, seed: int
 ) -> None:
     rng = random.Random(seed)
     share = rng.choice((0.0, 0.05, 0.3))
@@ -116,10 +125,13 @@ def test_a_crowd_on_bad_tiers_gets_the_ids_of_a_cold_run(
         has_host=rng.random() < 0.5,
         has_disk=rng.random() < 0.8,
     )
+    window_tokens = None if window is None else rng.choice((3, 4, 7, 12))
     stack = Stack(
         habits,
         num_blocks=rng.choice((16, 24, 60)),
-        window_tokens=None if window is None else rng.choice((3, 4, 7, 12)),
+        window_tokens=window_tokens,
+        alignment=rng.choice((1, 2)) if has_late else 1,
+        decoder_replay_tokens=(window_tokens or 0) + rng.choice((0, 2, 5)) if has_late else None,
         window_kv=window or WindowKV.CHECKPOINT,
         max_step_tokens=rng.choice((8, 24, 64)),
         max_mixed_prefill_tokens=rng.choice((3, 8)),

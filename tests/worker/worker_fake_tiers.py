@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from worker_late_engine import LateEngine, late_ids
 from worker_scripted_engine import (
     GARBAGE,
     Content,
@@ -33,8 +34,9 @@ from headwater.core.cache import (
     WindowKV,
     part_key,
 )
+from headwater.core.fleet import Holding
 from headwater.core.ports import Load, Lookup, RecordMove, Store, StoredPrefix, StoredRow
-from headwater.core.request import PromptReport, Request
+from headwater.core.request import PromptReport, Request, late_start
 from headwater.worker.tiering import TierParts
 
 TICK_S = 0.001
@@ -337,6 +339,8 @@ class Stack:
         max_mixed_prefill_tokens: int = 16,
         reserve_blocks_per_sequence: int = 1,
         context_tokens: int = 256,
+        alignment: int = 1,
+        decoder_replay_tokens: int | None = None,
     ) -> None:
         self.habits = habits or Habits()
         self.clock = ManualClock()
@@ -344,6 +348,7 @@ class Stack:
         self._window_kv = window_kv
         self._block_tokens = block_tokens
         self._window_tokens = window_tokens
+        self._replay_tokens = decoder_replay_tokens
         self._make_scheduler = partial(
             make_scheduler,
             num_blocks=num_blocks,
@@ -353,11 +358,17 @@ class Stack:
             max_mixed_prefill_tokens=max_mixed_prefill_tokens,
             reserve_blocks_per_sequence=reserve_blocks_per_sequence,
             window_tokens=window_tokens,
+            alignment=alignment,
+            decoder_replay_tokens=decoder_replay_tokens,
         )
         self._start()
 
     def _start(self) -> None:
-        self.engine = ScriptedEngine(self._block_tokens, self._window_tokens)
+        self.engine: ScriptedEngine
+        if self._replay_tokens is None:
+            self.engine = ScriptedEngine(self._block_tokens, self._window_tokens)
+        else:
+            self.engine = LateEngine(self._block_tokens, self._window_tokens, Holding.ALL)
         self.tiers = FakeTiers(self.engine, self.clock, self.habits, self.kept)
         self.scheduler = self._make_scheduler(
             tier_parts=TierParts(
@@ -386,4 +397,10 @@ class Stack:
     def check(self, request: Request) -> None:
         for index in range(request.num_choices):
             ids = self.driver.ids[str(request.request_id), index]
-            assert ids == expected_ids(request.prompt_tokens, len(ids)), "not a cold run's ids"
+            assert ids == self._expected(request, len(ids)), "not a cold run's ids"
+
+    def _expected(self, request: Request, num_tokens: int) -> list[int]:
+        start = late_start(request, self._replay_tokens)
+        if start is None:
+            return expected_ids(request.prompt_tokens, num_tokens)
+        return late_ids(request.prompt_tokens, num_tokens, start)

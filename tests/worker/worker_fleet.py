@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from worker_fake_tiers import TICK_S, FakeTiers, ManualClock, Record
+from worker_late_engine import LateEngine
 from worker_scripted_engine import GARBAGE, Content, Driver, ScriptedEngine, make_scheduler
 
 from headwater.core.blocks import BlockId, PrefixKey
 from headwater.core.cache import CacheReport, KVPart, Tier
-from headwater.core.fleet import HandoffEnd, HandoffRef, HandoffReport, Phase, Resume
+from headwater.core.fleet import HandoffEnd, HandoffRef, HandoffReport, Holding, Phase, Resume
 from headwater.core.ports import Load, RecordMove
 from headwater.core.request import FinishReason, PromptReport, Request, RequestId
 from headwater.transfer import handoff_wire as wire
@@ -173,8 +174,13 @@ class Fleet:
         block_tokens: int = 4,
         window_tokens: int | None = None,
         has_tiers: bool = False,
+        replay_tokens: int | None = None,
+        alignment: int = 1,
+        holds: Holding = Holding.ALL,
     ) -> None:
-        """``has_tiers``: both keep on one disk what is worth keeping."""
+        """``has_tiers``: both keep on one disk what is worth keeping. With ``replay_tokens``
+        the model has late layers, of which the prefill side need not hold the weights."""
+        self._replay_tokens, self._alignment, self._holds = replay_tokens, alignment, holds
         self._has_tiers = has_tiers
         self._kept: dict[Tier, dict[PrefixKey, Record]] = {Tier.HOST: {}, Tier.DISK: {}}
         self.rng = rng
@@ -202,10 +208,17 @@ class Fleet:
             window_tokens=self._window_tokens,
             global_bytes=memory.part_bytes(KVPart.GLOBAL),
             window_bytes=memory.part_bytes(KVPart.WINDOW),
+            alignment=self._alignment,
+            decoder_replay_tokens=self._replay_tokens,
         )
 
+    def _engine(self, holds: Holding) -> ScriptedEngine:
+        if self._replay_tokens is None:
+            return ScriptedEngine(self._block_tokens, self._window_tokens)
+        return LateEngine(self._block_tokens, self._window_tokens, holds)
+
     def start_prefill(self) -> None:
-        engine = ScriptedEngine(self._block_tokens, self._window_tokens)
+        engine = self._engine(self._holds)
         self.there = EngineBytes(engine)
         self.giver = Giver(self._contract(self.there), self.clock, self.rng)
         self.prefill = self._worker(engine, self.shapes[0], self.there, giver=self.giver)
@@ -215,7 +228,7 @@ class Fleet:
         self.link = b"link%d" % self.num_links
 
     def start_decode(self) -> None:
-        engine = ScriptedEngine(self._block_tokens, self._window_tokens)
+        engine = self._engine(Holding.ALL)
         self.here = EngineBytes(engine)
         self.taker = Taker(self._contract(self.here), self.clock)
         self.decode = self._worker(engine, self.shapes[1], self.here, taker=self.taker)
@@ -240,9 +253,16 @@ class Fleet:
             reserve_blocks_per_sequence=shape.reserve_blocks_per_sequence,
             max_running_sequences=shape.max_running_sequences,
             window_tokens=self._window_tokens,
+            alignment=self._alignment,
+            decoder_replay_tokens=self._replay_tokens,
             tier_parts=TierParts(memory=memory, clock=self.clock, tiers=tiers),
             handover_parts=HandoverParts(
-                part_bytes=memory.part_bytes, sender=giver, receiver=taker
+                part_bytes=memory.part_bytes,
+                sender=giver,
+                receiver=taker,
+                holds=Holding.ALL if giver is None else self._holds,
+                alignment=self._alignment,
+                decoder_replay_tokens=self._replay_tokens,
             ),
         )
         tick = (lambda: None) if tiers is None else tiers.tick

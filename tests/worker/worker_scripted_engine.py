@@ -191,12 +191,15 @@ def make_scheduler(
     max_running_sequences: int = 8,
     reserve_blocks_per_sequence: int = 1,
     window_tokens: int | None = None,
+    alignment: int = 1,
+    decoder_replay_tokens: int | None = None,
     tier_parts: TierParts | None = None,
     handover_parts: HandoverParts | None = None,
 ) -> Scheduler:
     return Scheduler(
         KVManager(
-            KVGroup(num_blocks=num_blocks, block_tokens=block_tokens), window_tokens=window_tokens
+            KVGroup(num_blocks=num_blocks, block_tokens=block_tokens, alignment=alignment),
+            window_tokens=window_tokens,
         ),
         SchedulerConfig(
             context_tokens=context_tokens,
@@ -204,6 +207,7 @@ def make_scheduler(
             max_mixed_prefill_tokens=max_mixed_prefill_tokens,
             max_running_sequences=max_running_sequences,
             reserve_blocks_per_sequence=reserve_blocks_per_sequence,
+            decoder_replay_tokens=decoder_replay_tokens,
         ),
         lambda tenant: CacheIdentity("model", "layout", tenant),
         tier_parts=tier_parts,
