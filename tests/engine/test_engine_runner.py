@@ -23,7 +23,7 @@ from headwater.engine.runner import ModelEngine
 from headwater.model.config import ModelConfig
 from headwater.model.family import CacheGroup
 from headwater.model.toy_source import ToyOptions
-from headwater.numerics.ops import LayerKV, RaggedBatch
+from headwater.numerics.ops import LayerKV, Need, RaggedBatch
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 64
@@ -52,6 +52,7 @@ class TallyModel:
     cache_plan: tuple[CacheGroup, ...] = ()
     weights_bytes = full_weights_bytes = step_weights_bytes = 0
     flops_per_token = late_flops_per_token = 0
+    needs: frozenset[Need] = frozenset()
 
     def __init__(self) -> None:
         self.largest_head_rows = 0

@@ -20,7 +20,14 @@ from headwater.engine.runner import ModelEngine
 from headwater.model.config import ModelConfig
 from headwater.model.family import CacheGroup, CacheKind
 from headwater.model.toy_source import ToyOptions
-from headwater.numerics.ops import KVFormat, LayerKV, PackedLinear, RaggedBatch, WeightFormat
+from headwater.numerics.ops import (
+    KVFormat,
+    LayerKV,
+    Need,
+    PackedLinear,
+    RaggedBatch,
+    WeightFormat,
+)
 from headwater.numerics.reference import ReferenceOps
 
 BLOCK_TOKENS, NUM_BLOCKS, CONTEXT_TOKENS = 4, 64, 100
@@ -45,6 +52,7 @@ class TwoLayers:
     cache_plan = CACHE_PLAN
     weights_bytes = full_weights_bytes = step_weights_bytes = 0
     flops_per_token = late_flops_per_token = 0
+    needs: frozenset[Need] = frozenset()
 
     def __init__(self) -> None:
         self.ops = ReferenceOps()
