@@ -32,6 +32,7 @@ from headwater.core.request import (
     SamplingParams,
     StopParams,
 )
+from headwater.core.step import StepPlan
 from headwater.disk.host import HostStore
 from headwater.disk.store import DiskConfig, DiskStore
 from headwater.disk.tiers import Tiers
@@ -119,6 +120,9 @@ def worker(
     num_blocks: int = 256,
     host_bytes: int = 0,
     window_kv: str = "checkpoint",
+    decoder_replay: bool = True,
+    context_tokens: int = 512,
+    max_step_tokens: int = 512,
     around: Callable[[RecordStore], RecordStore] = lambda store: store,
     is_orderly: bool = True,
 ) -> Iterator[WorkerParts]:
@@ -139,10 +143,12 @@ def worker(
         )
 
     settings = Settings(
-        model=ModelSettings(model=model, numerics="reference", context_tokens=512),
+        model=ModelSettings(model=model, numerics="reference", context_tokens=context_tokens),
         engine=EngineSettings(
             threads=1, block_tokens=BLOCK, num_blocks=num_blocks, max_running=32,
-            max_step_tokens=512, max_mixed_prefill_tokens=128,
+            max_step_tokens=max_step_tokens,
+            max_mixed_prefill_tokens=min(128, max_step_tokens),
+            decoder_replay="on" if decoder_replay else "off",
         ),
         cache=CacheSettings(window_kv="replay" if window_kv == "replay" else "checkpoint"),
     )  # fmt: skip
@@ -161,8 +167,10 @@ def run(
     *,
     to_idle: bool = True,
     slowness: float = 10_000.0,
+    seen: list[StepPlan] | None = None,
 ) -> Answers:
     """All at once, to their end; ``to_idle``: and until every copy out of the device is done.
+    ``seen`` takes the steps.
 
     Steps claim to take ``slowness`` times as long as they do: a toy computes so fast that
     loading would never be worth it."""
@@ -180,6 +188,8 @@ def run(
             time.sleep(0.0005)
         else:
             result = engine.run(plan)
+            if seen is not None:
+                seen.append(plan)
             result = replace(result, forward_s=result.forward_s * slowness)
             outputs += scheduler.apply(plan, result)
         for output in outputs:
