@@ -33,7 +33,7 @@ from tools.mini.text import Texts
 
 STEP_TOKENS = 2048  # of each process, or one row where rows are longer
 # (share of training after which rows have so many tokens)
-ROW_TOKENS = ((0.0, 256), (0.25, 512), (0.5, 1024), (0.7, 2048), (0.87, 4096))
+ROW_TOKENS = ((0.0, 256), (0.2, 512), (0.36, 1024), (0.56, 2048), (0.8, 4096))
 STRETCH = 0.02  # share of training with one row length and one difficulty
 WARMUP_STEPS = 60
 COOLING = 0.35  # share of training in which the rate falls to its end
