@@ -56,6 +56,7 @@ UNIT_TOKENS = 512
 BLOCK_TOKENS = 32
 RECALL_TOKENS = 2048
 AGREEMENT_HITS = (512, 1024, 2048)
+AGREEMENT_TEXTS = 32
 NO_DISK = "--cache-dir=none"
 NO_BUDGET = "--step-budget-ms=none"
 POOL = "--num-blocks=1024"
@@ -288,13 +289,14 @@ def greedy_agreement(_: argparse.Namespace) -> Iterator[Row]:
 
     rng = random.Random("bench")
     kept_out = words(Part.HELD_OUT)
-    stories = "\n\n".join(story(rng, kept_out) for _ in range(400))
+    stories = "\n\n".join(story(rng, kept_out) for _ in range(1_500))
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "stories.txt"
         text.write_text(stories)
         command = [
             sys.executable, "-m", "headwater.app.cli", "eval", "replay", f"--model={BUILT_IN}",
-            f"--hits={','.join(map(str, AGREEMENT_HITS))}", f"--text={text}", "--json",
+            f"--hits={','.join(map(str, AGREEMENT_HITS))}", f"--text={text}",
+            f"--texts={AGREEMENT_TEXTS}", "--json",
         ]  # fmt: skip
         run = subprocess.run(command, check=True, capture_output=True, text=True)
     for row in json.loads(run.stdout):

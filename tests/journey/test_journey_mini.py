@@ -116,9 +116,9 @@ def replayed(ops: Ops, writer: Writer) -> list[ReplaySample]:
     ("kind", "tolerance"),
     [
         (HitKind.EXACT, 1e-6),
-        (HitKind.DECODER, 0.1),
-        (HitKind.ENCODER, 0.1),
-        (HitKind.BOTH, 0.1),
+        (HitKind.DECODER, 0.005),
+        (HitKind.ENCODER, 0.005),
+        (HitKind.BOTH, 0.005),
     ],
 )
 def test_a_replay_is_near_the_full_computation(

@@ -130,6 +130,41 @@ def test_a_call_that_is_asked_for_has_a_name_and_arguments_that_can_be_read(
     assert choice.message.tool_calls
 
 
+def test_it_recalls_what_the_prompt_says_and_calls_a_tool_by_itself(client: OpenAI) -> None:
+    """What the weights in the package were trained for, at its easiest."""
+    facts = "The code of the red box is 4271. The code of the blue box is 8853. My dog is Rex."
+    said = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": f"{facts} What is the code of the red box?"}],
+        temperature=0,
+        max_tokens=LIMIT,
+        reasoning_effort="none",
+    )
+    assert "4271" in (said.choices[0].message.content or "")
+    parameters = {**CITY, "properties": {"city": {"type": "string"}}}
+    called = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the weather like in Paris?"}],
+        tools=[
+            {
+                "type": "function",
+                "function": {
+                    "name": "get_weather",
+                    "description": "Get the weather in a city.",
+                    "parameters": parameters,
+                },
+            }
+        ],
+        temperature=0,
+        max_tokens=LIMIT,
+        reasoning_effort="none",
+    )
+    [call] = called.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+
 def test_an_answer_that_must_be_json_is_json(client: OpenAI) -> None:
     schema: dict[str, object] = {
         "type": "object",
